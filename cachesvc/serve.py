@@ -13,11 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from cachesvc.config.idle import idle_settings
-from cachesvc.config.sections import CacheSection
 from cachesvc.config.settings import Settings
 from cachesvc.importing import importing
 from cachesvc.observability.kv_events import published
-from cachesvc.server.early_memory import taken_early
 from cachesvc.server.listen import bind, check_address, check_memory, make_data_dir
 from cachesvc.server.money import open_money
 from cachesvc.server.remote import check_remote
@@ -28,7 +26,6 @@ from engine.driver import check_device, may_have_gpu
 from engine.garbage import scanning_seldom
 from engine.lean import without_training
 from engine.models.files import check
-from tiers.blocks.lazy_memory import AHEAD_BYTES
 from tiers.telemetry.events import EventStream
 
 if TYPE_CHECKING:
@@ -72,19 +69,18 @@ def serve(
             contextlib.ExitStack() as service_open,
         ):
             with contextlib.ExitStack() as lean:
-                with taken_early(0 if at_url else _first_bytes(settings.cache)) as taken:
-                    with startup.during("importing torch"), _importing():
-                        if not (over_vllm or at_url):
-                            lean.enter_context(without_training())
-                        from cachesvc.server.compute import prepare  # torch, seconds of it
-                    with startup.during(f"loading {settings.model.name}"):
-                        # Not in a `with`: Ctrl-C would wait for the model, or for a compiler.
-                        thread = ThreadPoolExecutor(1, thread_name_prefix="cachesvc-prepare")
-                        prepared = thread.submit(prepare, settings, startup.progress, taken)
-                        with _importing():  # the rest, while that thread loads weights
-                            from cachesvc.service import Service
-                        settings, make_backend = prepared.result()
-                        thread.shutdown()
+                with startup.during("importing torch"), _importing():
+                    if not (over_vllm or at_url):
+                        lean.enter_context(without_training())
+                    from cachesvc.server.compute import prepare  # torch, seconds of it
+                with startup.during(f"loading {settings.model.name}"):
+                    # Not in a `with`: Ctrl-C would wait for the model, or for a compiler.
+                    thread = ThreadPoolExecutor(1, thread_name_prefix="cachesvc-prepare")
+                    prepared = thread.submit(prepare, settings, startup.progress)
+                    with _importing():  # the rest, while that thread loads weights
+                        from cachesvc.service import Service
+                    settings, make_backend = prepared.result()
+                    thread.shutdown()
                 opening = "starting vLLM" if over_vllm else "asking the engine" if at_url else TIERS
                 with startup.during(opening):
                     service = Service(settings, make_backend, money, stream)
@@ -108,12 +104,6 @@ def _with_capacities(settings: Settings, cache: "CacheStats") -> Settings:
         "disk_bytes": cache.disk.capacity_bytes if cache.disk is not None else 0,
     }
     return settings.model_copy(update={"cache": settings.cache.model_copy(update=found)})
-
-
-def _first_bytes(cache: CacheSection) -> int:
-    """What the tiers and working copies will touch at first."""
-    sizes = cache.device_bytes or AHEAD_BYTES, cache.host_bytes, AHEAD_BYTES
-    return sum(min(size, AHEAD_BYTES) for size in sizes)
 
 
 @contextlib.contextmanager

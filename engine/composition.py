@@ -29,7 +29,6 @@ from engine.settings import EngineSettings
 from engine.text.detokenizer import IncrementalDetokenizer
 from tiers.blocks.keys import CacheScope, PrefixKey
 from tiers.blocks.layout import BlockLayout
-from tiers.blocks.lazy_memory import LazyMemory
 from tiers.cache import CacheSettings, TieredCache
 from tiers.disk.format.planes import use_library
 from tiers.disk.inspection.view import DiskView
@@ -147,15 +146,13 @@ def compose(
     engine: EngineSettings,
     stream: EventStream | None = None,
     shares: QuotaShares | None = None,
-    taken: LazyMemory | None = None,
 ) -> Core:
     """Make tiers and an engine for a loaded model. The model fills in the rest of the settings
     `engine`.
 
     Takes ownership of `disk`, and of `checkpoint_disk` for a model with recurrent states: they are
     closed with the rest, and also if anything raises here, as the tiers do about sizes. With a
-    disk tier, pins are saved in `pin_folder` across a restart. `taken` is memory for the first
-    blocks.
+    disk tier, pins are saved in `pin_folder` across a restart.
     """
     try:
         tiers = run_apart(
@@ -186,7 +183,7 @@ def compose(
             checkpoints=states.tensor if states is not None else None,
             max_running=engine.scheduler.max_running,
         )
-        tiers.touch(runner.lazy_memories, taken=taken)
+        tiers.touch(runner.lazy_memories)
         run_apart(runner.record)
         # A step with rows of an adapter is computed without the recorded forward.
         by_row = runner.activates_by_row and not loaded.adapters.digests

@@ -14,7 +14,7 @@ from pathlib import Path
 from tiers.blocks.chain import Chain
 from tiers.blocks.keys import PrefixKey
 from tiers.blocks.layout import BlockLayout
-from tiers.blocks.lazy_memory import AHEAD_BYTES, LazyMemory
+from tiers.blocks.lazy_memory import LazyMemory
 from tiers.checkpoints import Checkpoints
 from tiers.errors import MissReason
 from tiers.group import CHECKPOINT_SHARE, CacheGroup, CacheSettings
@@ -103,16 +103,12 @@ class TieredCache(CacheGroup):
         if self.group is not None:
             self.group.start(on_load)
 
-    def touch(self, others: Sequence[LazyMemory] = (), *, taken: LazyMemory | None = None) -> None:
+    def touch(self, others: Sequence[LazyMemory] = ()) -> None:
         """Begins to touch memory before requests do, here and in `others`, in a thread of its
-        own. What of `taken` is touched already becomes theirs, and the rest is given back."""
+        own."""
         lazy_memories = [*self.lazy_memories(), *others]
         if self.group is not None:
             lazy_memories = [*self.group.lazy_memories(), *lazy_memories]
-        if taken is not None:
-            for lazy in lazy_memories:
-                lazy.adopt(taken, AHEAD_BYTES)
-            taken.give_back()
         self._toucher = Toucher(lazy_memories)
         self._toucher.start()
 

@@ -26,7 +26,6 @@ from engine.scheduling.settings import SchedulerSettings
 from engine.settings import EngineSettings
 from tiers.blocks.keys import CacheScope
 from tiers.blocks.layout import BlockLayout
-from tiers.blocks.lazy_memory import LazyMemory
 from tiers.cache import CHECKPOINT_SHARE, CacheSettings
 from tiers.disk.directory import note_elsewhere, read_meta, remove_shards
 from tiers.disk.open import open_disk
@@ -48,13 +47,11 @@ TIER_SIZES = ("device_bytes", "host_bytes", "disk_bytes")  # settings of this pr
 logger = logging.getLogger(__name__)
 
 
-def prepare(
-    settings: Settings, progress: Progress | None = None, taken: LazyMemory | None = None
-) -> tuple[Settings, MakeBackend]:
+def prepare(settings: Settings, progress: Progress | None = None) -> tuple[Settings, MakeBackend]:
     """Does the slow work before the tiers are opened: loads the model, or starts vLLM's node.
 
-    Returns the settings with what depends on the device filled in. The backend uses memory that is
-    `taken` by then, or gives it back. Raises ModelError or ConfigError, with the reason.
+    Returns the settings with what depends on the device filled in. Raises ModelError or
+    ConfigError, with the reason.
     """
     if settings.engine.backend != "embedded":
         from cachesvc.server.relay.core import build as build_relay
@@ -67,8 +64,6 @@ def prepare(
             elsewhere = settings.model_copy(update={"cache": none})
 
         def make_elsewhere(on_outputs: Deliver, stream: EventStream, _: object) -> Backend:
-            if taken is not None:
-                taken.give_back()
             if passes:
                 return build_relay(elsewhere, on_outputs, stream)
             return build_elsewhere(elsewhere, on_outputs, stream, progress)
@@ -77,7 +72,7 @@ def prepare(
     loaded = load(settings.model, settings.server.data_dir, progress)
     sized = _sized(settings, loaded.device)
     warn_of_limit(of_server(sized.cache, on_gpu=loaded.device != "cpu"))
-    return sized, over(loaded, sized, taken)
+    return sized, over(loaded, sized)
 
 
 def _passes(engine: EngineSection) -> bool:
@@ -104,12 +99,10 @@ def step_tokens(engine: EngineSection, device: str) -> int:
     return engine.chunk_tokens or default_step_tokens(device)
 
 
-def over(loaded: LoadedModel, settings: Settings, taken: LazyMemory | None = None) -> MakeBackend:
+def over(loaded: LoadedModel, settings: Settings) -> MakeBackend:
     """The builder of tiers and embedded engine for a loaded model."""
 
     def make(on_outputs: Deliver, stream: EventStream, shares: QuotaShares | None) -> Core:
-        if taken is not None and loaded.device != "cpu":
-            taken.give_back()  # pinned memory is touched at once, by another mapping
         try:
             core = build(
                 loaded,
@@ -120,7 +113,6 @@ def over(loaded: LoadedModel, settings: Settings, taken: LazyMemory | None = Non
                 on_outputs=on_outputs,
                 stream=stream,
                 shares=shares,
-                taken=taken,
             )
         except MemoryError as error:
             largest = of_server(settings.cache, on_gpu=loaded.device != "cpu").largest
@@ -178,7 +170,6 @@ def build(
     on_outputs: Deliver,
     stream: EventStream | None = None,
     shares: QuotaShares | None = None,
-    taken: LazyMemory | None = None,
 ) -> Core:
     """Tiers and engine for a loaded model. Raises the tiers' errors on sizes and directories."""
     layout = loaded.layout(cache.block_size or None, None if kv_dtype == "auto" else kv_dtype)
@@ -205,7 +196,6 @@ def build(
         engine=_engine_settings(engine, loaded.device, _other_arithmetics(data_dir, loaded)),
         stream=stream,
         shares=shares,
-        taken=taken,
     )
     return core if disk is None else replace(core, disk_view=disk.view)
 

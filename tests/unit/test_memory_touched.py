@@ -1,5 +1,4 @@
-"""Memory is taken as it is used, touched ahead of need without a change to what it holds, and taken
-ahead of the tiers at a start."""
+"""Memory is taken as it is used, and touched ahead of need without a change to what it holds."""
 
 import gc
 import os
@@ -14,15 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cachesvc.server import early_memory
-from cachesvc.server.early_memory import taken_early
 from engine.attention.copies import WorkingCopies
 from engine.attention.kv_pool import KvPool
 from tiers.blocks import lazy_memory as lazy_memory_module
 from tiers.blocks.frames import FrameArena
 from tiers.blocks.layout import BlockLayout, LayerLayout
-from tiers.blocks.lazy_memory import AHEAD_BYTES, HUGE_PAGE_BYTES, LazyMemory
-from tiers.cache import CacheSettings, TieredCache
+from tiers.blocks.lazy_memory import AHEAD_BYTES, LazyMemory
 from tiers.memory.device import DevicePool
 from tiers.transfer.toucher import Toucher
 
@@ -183,72 +179,3 @@ def test_slots_and_frames_that_were_never_used_come_last(layout):
     assert arena.lazy_memory.memory.nbytes // 3 == arena.lazy_memory.num_used()
     again, frame = pool.take(), arena.take()
     assert again == slots[1] and frame is not None and frame.number == frames[1].number
-
-
-def test_it_is_taken_while_the_block_runs():
-    with taken_early(5 * MIB) as taken:
-        until(taken, 5 * MIB)
-    assert 5 * MIB == resident(taken)
-    taken.give_back()
-    assert 0 == resident(taken) == taken.num_touched
-
-
-def test_it_becomes_that_of_the_tiers_and_the_rest_is_given_back(monkeypatch):
-    with taken_early(31 * MIB) as taken:
-        until(taken, 31 * MIB)
-    taken.memory[:: 2 * MIB] = range(1, 17)  # of each page its number
-    touched = []
-    monkeypatch.setattr(
-        lazy_memory_module, "populate", lambda _, size: touched.append(size) or True
-    )
-    sizes = CacheSettings(device_bytes=5 * MIB, host_bytes=16 * MIB)
-    cache, copies = TieredCache(LAYOUT, sizes), LazyMemory(64 * MIB, limit=8 * MIB)
-    with closing(cache):
-        cache.touch([copies], taken=taken)
-        cache.warm_up()
-        assert 8 * MIB == resident(copies)
-        assert 0 == resident(taken)
-        pool, frames, _ = cache._toucher._lazy_memories
-        numbers = [each.memory[:: 2 * MIB].tolist() for each in (pool, frames, copies)]
-    assert [[14, 15, 0], [*range(6, 14)], [2, 3, 4, 5, *[0] * 28]] == numbers
-    assert [MIB] == touched, "all but the end of the pool is there"
-
-
-def test_no_more_is_taken_once_the_block_ends(monkeypatch):
-    pieces = []
-
-    def touch(*piece: int) -> None:
-        pieces.append(piece)
-        time.sleep(0.01)
-
-    monkeypatch.setattr(early_memory.ctypes, "memset", touch)
-    monkeypatch.setattr(early_memory, "_bounded", lambda num_bytes: num_bytes)
-    with taken_early(1 << 30) as taken:
-        while not pieces:
-            time.sleep(0.002)
-    assert 0 < len(pieces) == taken.num_touched / HUGE_PAGE_BYTES < (1 << 30) / HUGE_PAGE_BYTES
-
-
-@pytest.mark.parametrize(
-    ("limit", "available", "expected"),
-    [
-        (None, None, 64),
-        (None, 1024, 64),
-        (128, 1024, 32),
-        (1024, 128, 32),
-        (None, 0, 0),
-    ],
-)
-def test_a_quarter_of_what_there_is_at_most(limit, available, expected, monkeypatch):
-    def mib(number: int | None) -> int | None:
-        return None if number is None else number * MIB
-
-    monkeypatch.setattr(early_memory, "memory_limit", lambda: mib(limit))
-    monkeypatch.setattr(early_memory, "available_bytes", lambda: mib(available))
-    assert expected * MIB == early_memory._bounded(64 * MIB)
-
-
-def test_a_system_that_grants_none_is_left_alone():
-    assert 0 == len(early_memory._memory(1 << 62).memory)
-    with taken_early(0):
-        pass

@@ -14,14 +14,11 @@ from numpy.typing import NDArray
 
 PAGE_BYTES = 4096
 HUGE_PAGE_BYTES = 2 << 20
-DONT_NEED = 4
 POPULATE_WRITE = 23  # Linux 5.14
-MOVE_PAGES = 1 | 2 | 4  # may move, to this address, and leave the old one mapped: Linux 5.7
 AHEAD_BYTES = 256 << 20  # touched beyond what is used: prefixes of some 4,000 tokens, in 0.3 s
 
 madvise = ctypes.CDLL(None, use_errno=True).madvise  # unlike mmap's, it releases the GIL
 madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-_mremap = getattr(ctypes.CDLL(None), "mremap", None)  # Linux has it
 
 
 class LazyMemory:
@@ -60,22 +57,6 @@ class LazyMemory:
         self.num_touched = end
         return True
 
-    def adopt(self, other: "LazyMemory", num_bytes: int) -> None:
-        """Take over so many bytes that `other` has touched, at most, in whole huge pages. Both hold
-        zeros, and nobody uses them yet. Nothing happens where the system cannot move pages."""
-        touched = _whole(other.num_touched)
-        num_bytes = min(_whole(min(self.limit, num_bytes)), touched)
-        start = touched - num_bytes
-        if num_bytes and _move(
-            other.memory.ctypes.data + start, num_bytes, self.memory.ctypes.data
-        ):
-            self.num_touched, other.num_touched = num_bytes, start
-
-    def give_back(self) -> None:
-        """Return what takes memory to the system. It holds zeros again."""
-        madvise(self.memory.ctypes.data, self.memory.nbytes, DONT_NEED)
-        self.num_touched = 0
-
     def clear(self) -> None:
         """Touch what is touched at the start, by zeros. Nothing in it may be wanted yet."""
         self.memory[: self.at_start] = 0
@@ -85,21 +66,6 @@ class LazyMemory:
 def populate(address: int, num_bytes: int) -> bool:
     """Whether the pages from `address` on take memory now. Their contents do not change."""
     return not num_bytes or not madvise(address, num_bytes, POPULATE_WRITE)
-
-
-def _whole(num_bytes: int) -> int:
-    """What of it is whole huge pages."""
-    return num_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
-
-
-def _move(address: int, num_bytes: int, to: int) -> bool:
-    """Whether the pages are at the other address now."""
-    if _mremap is None:
-        return False
-    size = ctypes.c_size_t(num_bytes)
-    _mremap.restype = ctypes.c_void_p
-    moved = _mremap(ctypes.c_void_p(address), size, size, MOVE_PAGES, ctypes.c_void_p(to))
-    return bool(moved == to)
 
 
 def _mapping(num_bytes: int) -> NDArray[np.uint8]:
