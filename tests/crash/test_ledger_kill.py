@@ -1,98 +1,190 @@
-"""A process with a ledger under load is killed again and again; afterwards the books are right.
+"""Two servers spend one balance or one limit to its last request, and are killed meanwhile.
 
-Deposits, withdrawals, chargebacks and adjustments are among the load.
+Each has eight clients. Beside a limit, each also has a cashier that pays in, pays out and puts
+deposits right. Whatever dies when: every answer is charged once and exactly, nobody else pays, what
+the cashier has booked stands, the bound is not passed, and what is left of it in the end is less
+than one request.
 """
 
+import itertools
 import os
 import random
-import subprocess
-import sys
+import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
-from billing.gate.entries import Kind
-from billing.gate.outcomes import Outcome
+import pytest
+
+from billing.accounts import Accounts
+from billing.budgets import Of, set_budget
+from billing.errors import InsufficientBalance, SpendLimitReached
+from billing.gate.commands import Adjust, Deposit
+from billing.gate.entries import Entry, Kind
+from billing.gate.holds import RequestContext
+from billing.gate.limits import SpendLimit
+from billing.gate.outcomes import PRESUMED, Outcome
+from billing.ledger import Ledger
 from billing.money import UNITS
+from billing.store import limits as store_limits
+from billing.store import reports as store_reports
+from billing.store.opening import open_store
+from billing.usage import Usage
+from tests.children import start_child
 from tests.support.billing import booked, running_ledger
 
-KILLS = int(os.environ.get("LEDGER_KILLS", "8"))  # 50 by hand
-CHILD = """
-import itertools, sys, threading
-from tests.support.billing import running_ledger
-from billing.gate.commands import Adjust, Deposit
-from billing.gate.entries import Kind
-from billing.gate.outcomes import Outcome
-from billing.usage import Usage
-url, run = sys.argv[1:]
-lock = threading.Lock()
-with running_ledger(url) as house:
-    pinned = house.ledger.book.at("model", house.clock(), "CNY")
-    def client(number):
-        for turn in itertools.count():
-            name = f"{run}-{number}-{turn}"
-            hold = house.ledger.reserve("acme", name, 10**7, pinned).result()
-            house.ledger.top_up(hold, 10**6, usage=Usage(miss=3, output=1)).result()
-            house.ledger.settle(hold, Usage(miss=3, output=2), Outcome.FINISHED).result()
-            with lock:
-                print(name, flush=True)
-    def cashier():
-        for turn in itertools.count():
-            name, who = f"{run}-{turn}", {"by": "ops", "reason": "test"}
-            house.ledger.post(Deposit("acme", Kind.TOPUP, f"d-{name}", 1000, **who)).result()
-            house.ledger.post(Deposit("acme", Kind.WITHDRAWAL, f"w-{name}", 300, **who)).result()
-            house.ledger.post(Deposit("acme", Kind.CHARGEBACK, f"b-{name}", 20, **who)).result()
-            house.ledger.post(Adjust("acme", f"d-{name}", f"a-{name}", 900, **who)).result()
-            with lock:
-                print(f"cash-{name}", flush=True)
-    threading.Thread(target=cashier, daemon=True).start()
-    for number in range(8):
-        threading.Thread(target=client, args=(number,), daemon=True).start()
-    threading.Event().wait()
-"""
+HOLD, MORE, COST = 10_000_000, 2_000_000, 9_000_000  # of one request, in units
+BOUND = 500 * COST + 5  # of the balance or the tenant's limit; never a whole number of requests
+USERS = 3
+OF_USER = 200 * COST + 3  # of each user: three of them reach the tenant's limit first
+KILLS = int(os.environ.get("LEDGER_KILLS", "6"))  # 50 by hand
 
 
-def test_after_kill_9_every_answer_is_charged_once(tmp_path: Path) -> None:
-    url = f"sqlite:///{tmp_path / 'ledger.sqlite3'}"
+def spend(url: str, owner: str, run: int, users: int, answers: Path) -> None:
+    """A server's clients, and its cashier if there are users. Each answer is a line of the file."""
+    with closing(open_store(url)) as store, answers.open("a", buffering=1) as answered:
+        accounts = Accounts(store)
+        ledger = Ledger(store, accounts, owner=owner)
+        ledger.start()
+        lock, over = threading.Lock(), threading.Event()
+
+        def say(name: str) -> None:
+            with lock:
+                answered.write(f"{name}\n")
+
+        def client(number: int) -> None:
+            context = RequestContext(user=f"u{number % users}" if users else "")
+            pinned = ledger.book.at("model", time.time_ns(), "CNY")
+            for turn in itertools.count():
+                name = f"{owner}-{run}-{number}-{turn}"
+                try:
+                    hold = ledger.reserve("acme", name, HOLD, pinned, context=context).result()
+                except (InsufficientBalance, SpendLimitReached) as refused:
+                    if not passes(refused, accounts):
+                        return
+                    time.sleep(0.01)  # until those that run have ended
+                    continue
+                with suppress(InsufficientBalance, SpendLimitReached):
+                    ledger.top_up(hold, MORE, usage=Usage(miss=9)).result()
+                ledger.settle(hold, Usage(miss=9), Outcome.FINISHED).result()
+                say(name)
+
+        def cashier() -> None:
+            for turn in itertools.count():
+                if over.is_set():
+                    return
+                name, who = f"{owner}-{run}-{turn}", {"by": "ops", "reason": "test"}
+                for kind, amount in CASH.items():
+                    deposit = Deposit("acme", kind, f"{kind}-{name}", amount, **who)
+                    ledger.post(deposit).result()
+                adjust = Adjust("acme", f"{Kind.TOPUP}-{name}", f"adjusted-{name}", 900, **who)
+                ledger.post(adjust).result()
+                say(f"cash-{name}")
+
+        with ThreadPoolExecutor(9) as threads:
+            paying = threads.submit(cashier) if users else None
+            for done in [threads.submit(client, number) for number in range(8)]:
+                done.result()
+            over.set()
+            if paying is not None:
+                paying.result()
+        ledger.close()
+
+
+CASH = {Kind.TOPUP: 1000, Kind.WITHDRAWAL: 300, Kind.CHARGEBACK: 20}
+
+
+def passes(refused: InsufficientBalance | SpendLimitReached, accounts: Accounts) -> bool:
+    """Whether a request that was refused may fit once those that run have ended."""
+    if isinstance(refused, SpendLimitReached):
+        return refused.passes
+    return accounts.tenant("acme").held > 0
+
+
+def told(server: ForkServerProcess, answers: Path) -> set[str]:
+    """The answered requests; a line cut by the server's death does not count."""
+    server.join(300)
+    text = answers.read_text()
+    return set(text[: text.rfind("\n") + 1].split())
+
+
+def prepare(url: str, users: int) -> None:
     with running_ledger(url) as house:
-        house.fund(10**6 * UNITS)
+        house.fund(UNITS if users else BOUND)
+        for name, of, value, amount in (
+            ("all", Of.TENANT, "", BOUND),
+            ("users", Of.USER, "*", OF_USER),
+        ):
+            if users:
+                budget = SpendLimit(name=name, tenant="acme", amount=amount, of=of, value=value)
+                set_budget(house.accounts, budget, by="test", now_ns=time.time_ns(), reason="test")
+
+
+def spend_with_kills(url: str, users: int, dice: random.Random, folder: Path) -> set[str]:
+    """Both servers run until the bound ends them; until then one is killed again and again."""
+
+    def started(owner: str, run: int, answers: str) -> tuple[ForkServerProcess, Path]:
+        return start_child(spend, url, owner, run, users, folder / answers), folder / answers
+
+    answered: set[str] = set()
+    steady = started("s0", 0, "steady")
+    for run in range(KILLS):
+        dying, answers = started("s1", run, str(run))
+        while dying.is_alive() and not (answers.exists() and answers.stat().st_size):
+            time.sleep(0.001)
+        time.sleep(dice.uniform(0.0, 0.2))
+        dying.kill()
+        answered |= told(dying, answers)
+    last = started("s1", KILLS, "last")
+    answered |= told(*last) | told(*steady)
+    assert (0, 0) == (last[0].exitcode, steady[0].exitcode)
+    return answered
+
+
+def check_charges(entries: list[Entry], answered: set[str]) -> int:
+    """Every answer was paid once and exactly, and what was cut by a kill was presumed. The sum."""
+    charges = [entry for entry in entries if entry.kind is Kind.CHARGE]
+    assert {1} == set(Counter(entry.request_id for entry in charges).values())
+    assert answered <= {entry.request_id for entry in charges}, "an answer was free"
+    for entry in charges:
+        presumed = entry.details["outcome"] in PRESUMED
+        assert presumed or entry.amount == -COST
+        assert not (presumed and entry.request_id in answered)
+    outcomes = {entry.details["outcome"] for entry in charges}
+    assert Outcome.CRASHED in outcomes, "a server that starts again settles what it had begun"
+    return -sum(entry.amount for entry in charges)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("users", [0, 1, USERS], ids=["a balance", "a user's", "the tenant's"])
+def test_what_may_be_spent_is_spent_to_its_last_request_and_never_passed(
+    url: str, users: int, tmp_path: Path
+) -> None:
+    """A balance; or a limit far below it, where one user reaches its own first, three together
+    that of the tenant."""
+    prepare(url, users)
     seed = random.randrange(10**6)
     print(f"seed {seed}")
-    rng = random.Random(seed)
-    answered: set[str] = set()
-    for number in range(KILLS):
-        answered |= _run_and_kill(url, number, rng.uniform(0.05, 0.5))
-    with running_ledger(url) as house:
-        account = house.account()
-        assert account.held == 0
-    posted = booked(url)
-    moved = {entry.request_id for entry in posted if entry.kind is not Kind.CHARGE}
-    paid = {name.removeprefix("cash-") for name in answered if name.startswith("cash-")}
-    assert {f"{kind}-{name}" for name in paid for kind in "dwba"} <= moved
-    answered = {name for name in answered if not name.startswith("cash-")}
-    charged = [entry for entry in posted if entry.kind is Kind.CHARGE]
-    names = Counter(entry.request_id for entry in charged)
-    assert max(names.values()) == 1
-    assert answered <= set(names), "an answer was free"
-    for entry in charged:
-        crashed = entry.details["outcome"] == Outcome.CRASHED
-        assert crashed or entry.amount == -7_000_000
-        assert not (crashed and entry.request_id in answered)
-    assert len(answered) > 50
-    assert account.balance == sum(entry.amount for entry in posted)
-    assert len(paid) > 5
-
-
-def _run_and_kill(url: str, number: int, after_s: float) -> set[str]:
-    child = subprocess.Popen(
-        [sys.executable, "-c", CHILD, url, str(number)], stdout=subprocess.PIPE, text=True
-    )
-    assert child.stdout is not None
-    first = child.stdout.readline().strip()
-    time.sleep(after_s)
-    child.kill()
-    rest = child.stdout.read()
-    child.wait()
-    child.stdout.close()
-    complete = rest[: rest.rfind("\n") + 1].split()  # a line cut by the kill does not count
-    return {first, *complete}
+    answered = spend_with_kills(url, users, random.Random(seed), tmp_path)
+    cash = {name.removeprefix("cash-") for name in answered if name.startswith("cash-")}
+    entries = booked(url)
+    total = check_charges(entries, {name for name in answered if not name.startswith("cash-")})
+    names = {entry.request_id for entry in entries}
+    assert {f"{what}-{name}" for name in cash for what in (*CASH, "adjusted")} <= names
+    assert bool(users) == (len(cash) > 5)
+    with closing(open_store(url)) as store, store.reading() as connection:
+        assert store_reports.hold_list(connection) == []
+        rows = store_limits.spending_rows(connection)
+        balance = Accounts(store).tenant("acme").balance
+    assert balance == sum(entry.amount for entry in entries)
+    spent = {(who.limit, who.value): found.charged for who, found in rows.items() if found.charged}
+    assert not users or total == spent["all", ""]
+    if users == 1:
+        assert OF_USER - HOLD < spent["users", "u0"] <= OF_USER
+    else:
+        assert BOUND - HOLD < total <= BOUND
+        assert all(found <= OF_USER for (name, _), found in spent.items() if name == "users")
+    print(f"{len(answered)} answered, {BOUND - total} left")

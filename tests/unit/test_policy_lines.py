@@ -24,7 +24,7 @@ RATER = "tests/contract/test_independent_rater.py"
 SHAPES, FAULTS = "tests/unit/test_billing_cards.py", "tests/contract/test_ledger_faults.py"
 COLUMNS = "test_a_change_of_any_column_is_named"
 SYNC, TAMPERING = "tests/unit/test_ledger_sync.py", "tests/contract/test_audit_tampering.py"
-ENGINE, SERVERS = "tests/sim/test_engine_machine.py", "tests/sim/test_two_servers.py"
+ENGINE, SERVERS = "tests/sim/test_engine_machine.py", "tests/crash/test_ledger_kill.py"
 
 # By section: what a sentence of it begins with, and the tests that fail when it is not so.
 LINES: dict[str, list[str]] = {
@@ -61,7 +61,7 @@ LINES: dict[str, list[str]] = {
     "A hold is taken for the whole prompt": [
         f"{WIRE}::test_an_answer_ends_where_the_money_or_the_limit_does",
         f"{MACHINE}::test_the_ledger_does_what_the_model_says",
-        f"{SERVERS}::test_two_processes_spend_one_balance_to_its_end_and_not_beyond",
+        f"{SERVERS}::test_what_may_be_spent_is_spent_to_its_last_request_and_never_passed",
     ],
     "A request whose hold does not fit": [
         f"{WIRE}::test_without_balance_nothing_is_computed",
