@@ -18,7 +18,7 @@ from api.served_model import ServedModel, find_model
 from api.shapes.apart import contents_of
 from api.shapes.chat import message_of
 from api.shapes.reply import Reply
-from api.shapes.schemas import ChatBody
+from api.shapes.schemas import Breakpoint, ChatBody
 from api.shapes.structured import chat_answer
 from api.shapes.translation import with_answer
 from api.tools.reasoning import ThinkParser
@@ -28,14 +28,6 @@ from engine.request import FinishReason
 from engine.structure import GrammarSource
 
 SESSION_CHARS = 256  # limit of a client's name for its conversation
-
-
-@dataclass(frozen=True, slots=True)
-class Mark:
-    """A point up to which a client asks to keep its prompt: the chat cut there; None: the end."""
-
-    for_s: float
-    cut: ChatBody | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,15 +47,13 @@ async def chat_of(
     arrival: Arrival,
     body: ChatBody,
     *,
-    marks: Sequence[Mark] = (),
     replays: bool = False,
     limit: str | None = None,
 ) -> Chat:
     """The chat of a body, in stages: find the model, render, tokenise, limit, keep.
 
-    Raises what is wrong with the body, by field. `marks` are the points up to which the prompt is
-    to be kept. `replays` continues from the last turn's tokens. `limit` is the protocol's own name
-    of the body's.
+    Raises what is wrong with the body, by field. `replays` continues from the last turn's tokens.
+    `limit` is the protocol's own name of the body's.
     """
     wire, log, tenant = arrival.wire, arrival.log, arrival.principal.tenant
     if ignored := body.check(wire.settings.max_choices):
@@ -91,9 +81,8 @@ async def chat_of(
 
     # Pins of requests find blocks by tokens alone, so chats kept apart get none.
     mine = not (asked.apart or asked.share)
-    if asked.points:
-        marks = [*marks, *(Mark(each.for_s, body.until(each)) for each in asked.points)]
-    keeps = await _keeps(wire, model, marks, tokens, tenant=tenant) if marks and mine else ()
+    points = asked.points if mine else []
+    keeps = await _keeps(wire, model, body, points, tokens, tenant=tenant) if points else ()
     names = names_of(arrival.request)
     session = names.session or body.prompt_cache_key
     num_same = 0 if replay is None else _num_same(replay, tokens)
@@ -143,23 +132,24 @@ def _session(name: str, names: ClientNames, body: ChatBody) -> Session:
 async def _keeps(
     wire: Collaborators,
     model: ServedModel,
-    marks: Sequence[Mark],
+    body: ChatBody,
+    points: Sequence[Breakpoint],
     tokens: "array[int]",
     *,
     tenant: str,
 ) -> tuple[Keep, ...]:
-    """The marks in tokens: the common beginning of the whole chat and the chat cut at each mark."""
+    """The points in tokens: the common beginning of the chat and the chat cut at each."""
     keeps = []
-    for mark in marks:
+    for point in points:
         same = len(tokens)
-        if mark.cut is not None:
+        if (begun := body.until(point)) is not None:
             try:
-                cut = replace(chat_prompt(wire, model, mark.cut), add_generation_prompt=False)
+                cut = replace(chat_prompt(wire, model, begun), add_generation_prompt=False)
                 cut_tokens = await encode_chat(wire, model, cut, tenant=tenant)
             except (ApiError, RequestError):  # the template rejects a chat that ends there
                 continue
             same = common_length(tokens, cut_tokens)
-        keeps.append(Keep(same, mark.for_s))
+        keeps.append(Keep(same, point.for_s))
     return tuple(keeps)
 
 

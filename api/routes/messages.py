@@ -9,13 +9,12 @@ from api.admission import deliver
 from api.collaborators import Collaborators
 from api.context import arrive, received
 from api.relay.protocol import MESSAGES
-from api.routes.conversation import Chat, Mark, chat_of, compared
+from api.routes.conversation import Chat, chat_of, compared
 from api.routes.prompts import encoded_chat
 from api.routes.relayed import relayed
-from api.served_model import ServedModel, find_model
+from api.served_model import find_model
 from api.shapes.body import parse
-from api.shapes.breakpoints import TTL_S
-from api.shapes.messages import CountBody, Diagnostics, MarkedPlace, MessagesBody
+from api.shapes.messages import CountBody, Diagnostics, MessagesBody
 from api.shapes.messages_format import MessagesFormat, anthropic_diagnostics
 
 router = APIRouter(tags=["messages"])
@@ -31,7 +30,7 @@ async def messages(request: Request) -> Response:
     arrival.log.add(ignored_fields=body.ignored or None)
     model = find_model(arrival.wire.inference.models, body.model)
     asked = body.as_chat(model)
-    chat = await chat_of(arrival, asked, marks=_marks(body, model))
+    chat = await chat_of(arrival, asked)
     wire_format = await _format(arrival.wire, arrival.principal.tenant, chat, body.diagnostics)
     return await deliver(arrival, chat.job, asked.extension, wire_format)
 
@@ -52,21 +51,6 @@ async def _format(
 
     diagnostics = anthropic_diagnostics(previous, found)
     return MessagesFormat(chat.job, chat.new_reply, diagnostics=diagnostics, keep=keep)
-
-
-def _marks(body: MessagesBody, model: ServedModel) -> list[Mark]:
-    """The last breakpoint of each ttl, without those that a later, longer-lived one covers."""
-    last: dict[str, MarkedPlace] = {}
-    for point in body.breakpoints():
-        last[point.ttl] = point
-        if point.ttl == "1h":
-            last.pop("5m", None)
-    marks = []
-    for ttl, point in last.items():
-        cut = body.until(point)
-        chat = cut.as_chat(model, whole=False) if cut is not None else None
-        marks.append(Mark(TTL_S[ttl], chat))
-    return marks
 
 
 @router.post("/v1/messages/count_tokens")

@@ -1,14 +1,13 @@
 """Anthropic's Messages: the body, checked, and as a chat."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
 from api.errors import InvalidRequest, Unsupported
 from api.served_model import ServedModel
-from api.shapes.blocks import SYSTEM, ContentReader
+from api.shapes.blocks import ContentReader
 from api.shapes.body import MESSAGES_MAX, Body, Items
 from api.shapes.breakpoints import NAME_MAX, CacheControl
 from api.shapes.fields import MESSAGES, ignored_names, refuse_unserved
@@ -16,13 +15,12 @@ from api.shapes.images import text_only
 from api.shapes.schemas import ChatBody, Extension, Salt
 from api.shapes.template_arguments import fitting_thinking
 from api.shapes.translation import Plain, chat_body, going_on, merged_systems
-from api.shapes.turns import ContentBlock, TurnMessage, texts_of, turn_messages
+from api.shapes.turns import ContentBlock, TurnMessage, system_content, turn_messages
 from engine.bounds import MAX_COUNT
 
 _SAME_FIELDS = (  # of a message and a chat
     *("max_tokens", "stream", "temperature", "top_p", "top_k", "service_tier", "cache_salt"),
 )
-EMPTY_MESSAGE = TurnMessage(role="user", content="")
 
 
 class AnthropicTool(Body):
@@ -72,20 +70,6 @@ class OutputConfig(Body):
     task_budget: None = None  # refused
 
 
-@dataclass(frozen=True, slots=True)
-class MarkedPlace:
-    """A point of the prompt to keep it up to.
-
-    It is after `messages` messages and `blocks` blocks of the last of them (0: all). Before the
-    first message it is after `blocks` blocks of the system prompt (None: all), including the tools.
-    """
-
-    ttl: Literal["5m", "1h"]
-    messages: int = 0
-    blocks: int = 0
-    system: int | None = None
-
-
 class CountBody(Body):
     """The fields that make up the prompt, which are all that `count_tokens` needs."""
 
@@ -112,25 +96,23 @@ class CountBody(Body):
         cites = any(block.asks_to_cite for content in contents for block in content)
         return ignored_names(self, *tools, *(["messages.citations"] if cites else []))
 
-    def as_chat(self, model: ServedModel, *, whole: bool = True) -> ChatBody:
+    def as_chat(self, model: ServedModel) -> ChatBody:
         """The body as a chat for a model. Raises InvalidRequest or Unsupported, by field.
 
-        The `whole` chat continues a last message of the assistant, and its newest turn may hold
-        nothing that the model cannot see.
+        It continues a last message of the assistant, and its newest turn may hold nothing that the
+        model cannot see.
         """
         refuse_unserved(self.model_extra or {}, MESSAGES)
         self._refuse_edits()
         output = self.output_config or OutputConfig()
         choice, form = self.tool_choice, output.format or self.output_format
         tools = [_function(n, tool) for n, tool in enumerate(self.tools or []) if tool.is_clients]
-        messages = merged_systems(
-            [*self._system(), *self._turns(self._newest() if whole else range(0))]
-        )
+        messages = merged_systems([*self._system(), *self._turns()])
         forced = choice is not None and choice.type in ("any", "tool")
         barred = {"tool_choice": forced, "output_config.format": form is not None}
         return chat_body(
             {
-                **(going_on(messages, "messages", barred) if whole else {"messages": messages}),
+                **going_on(messages, "messages", barred),
                 "model": self.model,
                 "tools": tools or None,
                 "tool_choice": _chosen(choice) if choice else None,
@@ -139,6 +121,7 @@ class CountBody(Body):
                 else not choice.disable_parallel_tool_use,
                 "reasoning_effort": output.effort,
                 "response_format": _format(form),
+                "cache_control": self.cache_control and self.cache_control.model_dump(),
                 "thinking": fitting_thinking(self.thinking, model.tokenizer.chat_template),
                 **self._answer(),
             }
@@ -147,42 +130,6 @@ class CountBody(Body):
     def _answer(self) -> Plain:
         """The fields of a chat that shape its answer."""
         return {}
-
-    def breakpoints(self) -> "Iterator[MarkedPlace]":
-        """The points up to which the client asks to keep the prompt, in order."""
-        for tool in self.tools or []:
-            if tool.cache_control is not None:
-                yield MarkedPlace(tool.cache_control.ttl or "5m")
-        for number, block in enumerate(self.system if isinstance(self.system, list) else []):
-            if block.cache_control is not None:
-                yield MarkedPlace(block.cache_control.ttl or "5m", system=number + 1)
-        for number, message in enumerate(self.messages):
-            content = message.content if isinstance(message.content, list) else []
-            for place, block in enumerate(content):
-                if block.cache_control is not None:
-                    ttl = block.cache_control.ttl or "5m"
-                    yield MarkedPlace(ttl, messages=number + 1, blocks=place + 1)
-        if self.cache_control is not None:
-            yield MarkedPlace(self.cache_control.ttl or "5m", messages=len(self.messages))
-
-    def until(self, point: "MarkedPlace") -> "CountBody | None":
-        """The body cut at a breakpoint; None if that is its end.
-
-        A chat must have a message. A cut before the first one gets an empty message, which diverges
-        from the whole chat where the first message's text begins.
-        """
-        if not point.messages:
-            system = self.system
-            if isinstance(system, list) and point.system is not None:
-                system = system[: point.system]
-            return self.model_copy(update={"system": system, "messages": [EMPTY_MESSAGE]})
-        *before, last = self.messages[: point.messages]
-        content = last.content if isinstance(last.content, list) else []
-        blocks = point.blocks or len(content)
-        if point.messages == len(self.messages) and blocks == len(content):
-            return None
-        cut = last.model_copy(update={"content": content[:blocks]})
-        return self.model_copy(update={"messages": [*before, cut]})
 
     def _refuse_edits(self) -> None:
         """Refuses context edits: the template decides about old reasoning, and tool results are
@@ -197,13 +144,9 @@ class CountBody(Body):
                 )
 
     def _system(self) -> Iterator[Plain]:
-        if self.system is None:
-            return
-        if isinstance(self.system, str):
-            text = self.system
-        else:
-            text = texts_of(ContentReader(), self.system, SYSTEM, "system")
-        yield {"role": "system", "content": text}
+        if self.system is not None:
+            told = self.system if isinstance(self.system, str) else system_content(self.system)
+            yield {"role": "system", "content": told}
 
     def _newest(self) -> range:
         """The messages after the last answer, before one that is to be continued."""
@@ -213,8 +156,9 @@ class CountBody(Body):
         before = (n for n in reversed(range(len(roles))) if roles[n] == "assistant")
         return range(next(before, -1) + 1, len(roles))
 
-    def _turns(self, newest: range) -> Iterator[Plain]:
-        """The messages. Raises Unsupported for what the model cannot see of the `newest`."""
+    def _turns(self) -> Iterator[Plain]:
+        """The messages. Raises Unsupported for what the model cannot see of the newest."""
+        newest = self._newest()
         for number, message in enumerate(self.messages):
             reader = ContentReader()
             yield from turn_messages(reader, message, f"messages[{number}].content")
@@ -248,12 +192,11 @@ def _function(number: int, tool: AnthropicTool) -> Plain:
         raise InvalidRequest(
             f"tools[{number}] must have a name and an input_schema.", param=f"tools[{number}]"
         )
-    function: Plain = {"name": tool.name, "parameters": tool.input_schema}
-    if tool.description is not None:
-        function["description"] = tool.description
-    if tool.strict is not None:
-        function["strict"] = tool.strict
-    return {"type": "function", "function": function}
+    more = tool.model_dump(include={"description", "strict"}, exclude_none=True)
+    function = {"name": tool.name, "parameters": tool.input_schema, **more}
+    marked = tool.cache_control
+    mark = {} if marked is None else {"cache_control": marked.model_dump()}
+    return {"type": "function", "function": function, **mark}
 
 
 def _chosen(choice: AnthropicChoice) -> object:

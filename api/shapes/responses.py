@@ -15,9 +15,9 @@ from api.shapes.translation import (
     Plain,
     call_message,
     chat_body,
+    content_of,
     going_on,
     merged_systems,
-    text_part,
 )
 from engine.bounds import MAX_COUNT
 
@@ -249,12 +249,11 @@ def _summary(extra: Plain) -> str:
 
 def _content(item: Item, where: str) -> str | list[Plain]:
     """A message's text; with a mark, its parts in order."""
-    parts = item.content if isinstance(item.content, list) else []
-    if not any(map(mark_of, parts)):
-        return _text(item.content, where)
-    return [
-        text_part(_text([part], where, number)) | mark_of(part) for number, part in enumerate(parts)
-    ]
+    if not isinstance(item.content, list):
+        return item.content or ""
+    return content_of(
+        [(_text([part], where, n), mark_of(part)) for n, part in enumerate(item.content)]
+    )
 
 
 def _text(content: object, where: str, first: int = 0) -> str:

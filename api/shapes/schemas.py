@@ -6,6 +6,7 @@ known field that would change the answer and is not served is refused, never sil
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
@@ -244,6 +245,10 @@ class Breakpoint:
     messages: int
     parts: int = 0
 
+    def ends_before(self, other: "Breakpoint") -> bool:
+        """Whether the other is of a later message and lasts as long."""
+        return self.messages < other.messages and self.for_s <= other.for_s
+
 
 @dataclass(frozen=True, slots=True)
 class CacheAsked:
@@ -312,7 +317,10 @@ class ChatBody(GenerationBody):
         return CacheAsked(not off, extension.share, apart, points)
 
     def _breakpoints(self) -> "list[Breakpoint]":
-        """The points up to which to keep the prompt: the latest four, the whole prompt included."""
+        """The points up to which to keep the prompt: the latest four, the whole prompt included.
+
+        Of the conversation, without those that one of a later turn covers.
+        """
         options = self.prompt_cache_options or CacheOptions()
         found = list(self._marks_of_tools())
         for number, each in enumerate(self.messages):
@@ -323,15 +331,24 @@ class ChatBody(GenerationBody):
             found.append(Breakpoint(TTL_S["24h"], len(self.messages)))
         elif self.prompt_cache_options and options.mode != "explicit":
             found.append(Breakpoint(options.for_s, len(self.messages)))
-        return found[-WRITES_MOST:]
+        num_system = self._num_system
+        needed = [
+            point
+            for number, point in enumerate(found)
+            if point.messages <= num_system or not any(map(point.ends_before, found[number:]))
+        ]
+        return needed[-WRITES_MOST:]
+
+    @property
+    def _num_system(self) -> int:
+        """The number of the system's messages before the first turn."""
+        return sum(1 for _ in takewhile(lambda each: each.role in SYSTEM_ROLES, self.messages))
 
     def _marks_of_tools(self) -> "Iterator[Breakpoint]":
         """Templates put tools before, within or after the system's text, so it is kept too."""
-        others = (n for n, one in enumerate(self.messages) if one.role not in SYSTEM_ROLES)
-        num_system = next(others, len(self.messages))
         for mark in map(tool_mark, self.tools or []):
             if mark is not None:
-                yield Breakpoint(mark.for_s, num_system)
+                yield Breakpoint(mark.for_s, self._num_system)
 
     def until(self, point: "Breakpoint") -> "ChatBody | None":
         """The chat cut at a breakpoint; None if that is its end."""
@@ -342,7 +359,10 @@ class ChatBody(GenerationBody):
         num_parts = point.parts or len(parts)
         if point.messages == len(self.messages) and num_parts == len(parts):
             return None
-        cut = last.model_copy(update={"content": parts[:num_parts]}) if parts else last
+        cut = last
+        if parts:  # calls come after the text
+            calls = None if point.parts else last.tool_calls
+            cut = last.model_copy(update={"content": parts[:num_parts], "tool_calls": calls})
         messages = [*before, cut]
         if all(each.role in SYSTEM_ROLES for each in messages):
             messages.append(Message(role="user", content=""))  # templates need one

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from api.errors import InvalidRequest
 from api.shapes.body import refusal
+from api.shapes.breakpoints import mark_of
 from api.shapes.message import SYSTEM_ROLES
 from api.shapes.schemas import ChatBody
 
@@ -69,6 +70,15 @@ def text_part(text: str) -> Plain:
     return {"type": "text", "text": text}
 
 
+def content_of(pieces: Sequence[tuple[str, Plain]], join: str = "") -> str | list[Plain]:
+    """Texts, each with its mark or an empty one, as a message's content: in parts if one is
+    marked."""
+    joined = [(join + text if number else text, mark) for number, (text, mark) in enumerate(pieces)]
+    if any(mark for _, mark in pieces):
+        return [text_part(text) | mark for text, mark in joined]
+    return "".join(text for text, _ in joined)
+
+
 def merged_systems(messages: list[Plain]) -> list[Plain]:
     """Merges the leading system messages into one, because templates accept only one.
 
@@ -77,19 +87,12 @@ def merged_systems(messages: list[Plain]) -> list[Plain]:
     leading = list(takewhile(lambda each: each["role"] in SYSTEM_ROLES, messages))
     if len(leading) < 2:
         return messages
-    contents = [each["content"] for each in leading]
-    if all(isinstance(content, str) for content in contents):
-        merged: object = SYSTEMS_JOIN.join(contents)
-    else:
-        merged = [
-            part
-            for number, content in enumerate(contents)
-            for part in (
-                *([text_part(SYSTEMS_JOIN)] if number else ()),
-                *([text_part(content)] if isinstance(content, str) else content),
-            )
-        ]
-    return [{"role": "system", "content": merged}, *messages[len(leading) :]]
+    pieces = list[tuple[str, Plain]]()
+    for number, content in enumerate(each["content"] for each in leading):
+        parts = content if isinstance(content, list) else [text_part(content)]
+        pieces += [(SYSTEMS_JOIN, {})] if number else []
+        pieces += [(part["text"], mark_of(part)) for part in parts]
+    return [{"role": "system", "content": content_of(pieces)}, *messages[len(leading) :]]
 
 
 def call_message(name: str, call_id: str, arguments: object) -> Plain:

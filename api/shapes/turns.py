@@ -1,6 +1,7 @@
 """The messages of Anthropic's protocol as messages of a chat."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
 from typing import Literal
 
 from pydantic import ConfigDict
@@ -17,7 +18,7 @@ from api.shapes.blocks import (
 )
 from api.shapes.body import Body, Items
 from api.shapes.breakpoints import CacheControl
-from api.shapes.translation import Plain, call_message
+from api.shapes.translation import Plain, call_message, content_of
 
 
 class ContentBlock(Body):
@@ -27,6 +28,12 @@ class ContentBlock(Body):
 
     type: str
     cache_control: CacheControl | None = None
+
+    @property
+    def mark(self) -> Plain:
+        """Its mark, as a chat's part or message has it."""
+        marked = self.cache_control
+        return {} if marked is None else {"cache_control": marked.model_dump()}
 
     @property
     def asks_to_cite(self) -> bool:
@@ -44,32 +51,43 @@ class TurnMessage(Body):
     output_config: None = None  # refused
 
 
+Placed = tuple[str, ContentBlock]
+
+
 def turn_messages(reader: ContentReader, message: TurnMessage, where: str) -> Iterator[Plain]:
     """A message as one or several of a chat. Raises Unsupported and InvalidRequest, by place."""
     content = message.content
     if isinstance(content, str):
         yield {"role": message.role, "content": content}
-    elif message.role == "assistant":
-        yield _assistant(reader, content, where)
-    elif message.role == "system":
-        yield {"role": "system", "content": texts_of(reader, content, SYSTEM, where)}
-    else:
-        yield from _user(reader, content, where)
+        return
+    placed = [(f"{where}[{number}]", block) for number, block in enumerate(content)]
+    match message.role:
+        case "assistant":
+            yield _assistant(reader, placed)
+        case "user":
+            yield from _user(reader, placed)
+        case "system":
+            yield {"role": "system", "content": _content(reader, placed, SYSTEM)}
 
 
-def _assistant(reader: ContentReader, blocks: Sequence[ContentBlock], where: str) -> Plain:
-    texts, thoughts, calls = [], list[str](), []
-    for number, block in enumerate(blocks):
-        place = f"{where}[{number}]"
-        plain = block.plain(place)
+def system_content(blocks: Sequence[ContentBlock]) -> str | list[Plain]:
+    """The body's system prompt."""
+    placed = [(f"system[{number}]", block) for number, block in enumerate(blocks)]
+    return _content(ContentReader(), placed, SYSTEM)
+
+
+def _assistant(reader: ContentReader, placed: Sequence[Placed]) -> Plain:
+    told, thoughts, calls, mark = list[Placed](), list[str](), list[Plain](), Plain()
+    for place, block in placed:
         match block.type:
             case "tool_use":
-                calls.append(_call(plain, place))
+                calls.append(_call(block.plain(place), place))
+                mark = block.mark or mark
             case "thinking":
-                thoughts.append(str(plain.get("thinking") or ""))
+                thoughts.append(str(block.plain(place).get("thinking") or ""))
             case _:
-                texts.append(reader.text(plain, ASSISTANT, place))
-    message: Plain = {"role": "assistant", "content": TEXTS_JOIN.join(filter(None, texts))}
+                told.append((place, block))
+    message: Plain = {"role": "assistant", "content": _content(reader, told, ASSISTANT), **mark}
     if calls:
         message["tool_calls"] = calls
     if any(thoughts):
@@ -84,43 +102,29 @@ def _call(block: Plain, where: str) -> Plain:
     return call_message(name, call_id, given)
 
 
-def _user(reader: ContentReader, blocks: Sequence[ContentBlock], where: str) -> Iterator[Plain]:
+def _user(reader: ContentReader, placed: Sequence[Placed]) -> Iterator[Plain]:
     """A user's turn as messages. Each tool result is a message of its own, in order with the
     texts."""
-    texts: list[str] = []
-    for number, block in enumerate(blocks):
-        place = f"{where}[{number}]"
-        plain = block.plain(place)
-        if block.type != "tool_result":
-            texts.append(reader.text(plain, USER, place))
-            continue
-        if texts:
-            yield {"role": "user", "content": TEXTS_JOIN.join(texts)}
-        yield _result(reader, plain, place)
-        texts = []
-    if texts:
-        yield {"role": "user", "content": TEXTS_JOIN.join(texts)}
+    for is_result, group in groupby(placed, lambda one: one[1].type == "tool_result"):
+        if is_result:
+            yield from (_result(reader, block, place) for place, block in group)
+        else:
+            yield {"role": "user", "content": _content(reader, group, USER)}
 
 
-def _result(reader: ContentReader, block: Plain, where: str) -> Plain:
+def _result(reader: ContentReader, block: ContentBlock, where: str) -> Plain:
     """A tool's message."""
-    content = block.get("content") or ""
-    if not isinstance(content, str | list) or not isinstance(block.get("tool_use_id"), str):
+    plain = block.plain(where)
+    content = plain.get("content") or ""
+    if not isinstance(content, str | list) or not isinstance(plain.get("tool_use_id"), str):
         raise InvalidRequest(
             f"{where} must have a tool_use_id, and as content a text or a list.", param=where
         )
-    several = [content] if isinstance(content, str) else content
-    places = (f"{where}.content[{number}]" for number in range(len(several)))
-    text = TEXTS_JOIN.join(
-        reader.texts(each, RESULT, place) for each, place in zip(several, places, strict=True)
-    )
-    text = f"Error: {text}" if block.get("is_error") is True else text
-    return {"role": "tool", "tool_call_id": block["tool_use_id"], "content": text}
+    text = reader.texts(content, RESULT, f"{where}.content")
+    text = f"Error: {text}" if plain.get("is_error") is True else text
+    return {"role": "tool", "tool_call_id": plain["tool_use_id"], "content": text, **block.mark}
 
 
-def texts_of(reader: ContentReader, blocks: Sequence[ContentBlock], within: str, where: str) -> str:
-    places = [f"{where}[{number}]" for number in range(len(blocks))]
-    return TEXTS_JOIN.join(
-        reader.text(block.plain(place), within, place)
-        for block, place in zip(blocks, places, strict=True)
-    )
+def _content(reader: ContentReader, placed: Iterable[Placed], within: str) -> str | list[Plain]:
+    pieces = [(reader.text(b.plain(place), within, place), b.mark) for place, b in placed]
+    return content_of([(text, mark) for text, mark in pieces if text], TEXTS_JOIN)

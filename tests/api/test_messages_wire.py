@@ -87,13 +87,47 @@ async def test_claude_codes_request_is_a_chat(client, house):
         "tools: 1\n",
         "assistant: ",
     ] == sent(house).splitlines(keepends=True)
-    system = len(
-        "system: You are Claude Code.\n\nBe short.\nuser: "
-    )  # up to the first message's text
+    first = len("system: You are Claude Code.\n")
+    system = len("system: You are Claude Code.\n\nBe short.\nuser: ")  # up to the first turn's text
+    whole = len(house.engine.requests[-1].tokens)
     keeps = house.meter.last.job.keeps
-    assert [(3600, system), (300, len(house.engine.requests[-1].tokens))] == [
+    assert [(300, first), (3600, system), (300, whole)] == [
         (keep.for_s, keep.num_tokens) for keep in keeps
     ]
+
+
+async def test_a_mark_that_a_later_turn_covers_is_not_kept_for_itself(client, house):
+    """Nor is its prompt rendered once more; agents mark their latest two turns."""
+
+    def turn(role: str, kind: str = "text", **fields: object) -> dict[str, Any]:
+        return {"role": role, "content": [{"type": kind, "cache_control": KEPT, **fields}]}
+
+    call = turn("assistant", "tool_use", id="t", name="look", input={})
+    result = turn("user", "tool_result", tool_use_id="t", content="a.txt")
+    asked = body(messages=[turn("user", text="hi"), call, result], max_tokens=5)
+    assert 200 == (await client.post(MESSAGES, json=asked)).status_code
+    whole = len(house.engine.requests[-1].tokens)
+    assert [(300, whole)] == [(k.for_s, k.num_tokens) for k in house.meter.last.job.keeps]
+    asked["messages"][0]["content"][0]["cache_control"] = {**KEPT, "ttl": "1h"}
+    asked["messages"].append(USER)
+    assert 200 == (await client.post(MESSAGES, json=asked)).status_code
+    upto = [len(f"user: {said}") for said in ("hi\n", "hi\nassistant: \ntool: a.txt\n")]
+    found = [(k.for_s, k.num_tokens) for k in house.meter.last.job.keeps]
+    assert [(3600, upto[0]), (300, upto[1])] == found
+
+
+async def test_text_that_is_marked_before_a_call_is_kept_without_the_call(client, house):
+    said = [
+        {"type": "text", "text": "I look.", "cache_control": KEPT},
+        {"type": "tool_use", "id": "t", "name": "look", "input": {}},
+    ]
+    result = [{"type": "tool_result", "tool_use_id": "t", "content": "a.txt"}]
+    turns = [("user", "hi"), ("assistant", said), ("user", result)]
+    asked = body(messages=[{"role": role, "content": content} for role, content in turns])
+    assert 200 == (await client.post(MESSAGES, json=asked)).status_code
+    [keep] = house.meter.last.job.keeps
+    prompt = sent(house)
+    assert prompt[: keep.num_tokens].endswith("assistant: I look.\n"), prompt
 
 
 async def test_the_events_of_a_stream(client, house):
