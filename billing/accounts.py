@@ -153,7 +153,12 @@ class Accounts:
         known = {
             row.digest: _Known(
                 Principal(
-                    row.tenant, row.project, row.key_id, parse_scopes(row.scopes), row.currency
+                    row.tenant,
+                    row.project,
+                    row.key_id,
+                    parse_scopes(row.scopes),
+                    row.currency,
+                    row.name,
                 ),
                 row.expires_ns,
                 row.revoked_ns,

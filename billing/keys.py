@@ -20,7 +20,8 @@ class Scope(StrEnum):
 
     INFERENCE = "inference"
     USAGE = "usage"  # read usage and balance of its own tenant
-    ADMIN = "admin"  # everything, of every tenant
+    READ = "read"  # look at everything, of every tenant
+    ADMIN = "admin"  # and change it
 
 
 DEFAULT_SCOPES = frozenset({Scope.INFERENCE, Scope.USAGE})
@@ -35,6 +36,7 @@ class Principal:
     key_id: str = ""
     scopes: frozenset[Scope] = DEFAULT_SCOPES
     currency: str = ""
+    key_name: str = ""
 
     def may(self, scope: Scope) -> bool:
         return scope in self.scopes or Scope.ADMIN in self.scopes

@@ -168,7 +168,6 @@ class Service:
         self._watch.closing = True
         started, cache = time.monotonic(), self.core.engine.stats().cache
         unsaved = self.core.close()
-        self.dashboard.close()
         self._encoders.close()
         self._memory.close()
         if cache.disk is None:

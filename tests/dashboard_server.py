@@ -36,6 +36,7 @@ class Served:
     url: str
     data_dir: Path
     live: LiveServer
+    keys: dict[str, str]  # of Ada, who changes things, and of Bob, who looks
 
     def ask(self, question: str, *, system: str = TEXT, max_tokens: int = 8) -> dict[str, Any]:
         """One chat completion, as a client sends it."""
@@ -51,7 +52,7 @@ class Served:
         request = urllib.request.Request(
             f"{self.url}/v1/chat/completions",
             json.dumps(body).encode(),
-            {"Content-Type": "application/json"},
+            {"Content-Type": "application/json", "Authorization": f"Bearer {self.keys['ada']}"},
         )
         with urllib.request.urlopen(request, timeout=120) as response:
             answer: dict[str, Any] = json.load(response)
@@ -83,7 +84,14 @@ def serving(folder: Path, *arguments: str) -> Iterator[Served]:
         url = server.start()
         live = find_server(folder)
         assert live is not None, server.log
-        yield Served(url, folder, live)
+        keys = {
+            name: live.post(
+                "/admin/api/keys",
+                {"tenant": "default", "name": name, "scopes": [scope], "why": "to log in"},
+            )["key"]
+            for name, scope in (("ada", "admin"), ("bob", "read"))
+        }
+        yield Served(url, folder, live, keys)
     finally:
         if server.runs:
             server.stop()

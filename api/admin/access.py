@@ -1,9 +1,9 @@
 """Authorisation of the admin routes, as FastAPI dependencies.
 
 `reader` allows reading, `admin` allows changes. Three credentials are accepted: a session cookie
-(with its CSRF token on every request but GET), `Authorization: Bearer KEY` with a key of the admin
-scope, and the operator's token, which the running server stores for the command line on its
-machine. A browser never sends a bearer token by itself, so it needs no CSRF token.
+(with its CSRF token on every request but GET), `Authorization: Bearer KEY` with a key that has the
+scope `admin` or `read`, and the operator's token, which the running server stores for the command
+line on its machine. A browser never sends a bearer token by itself, so it needs no CSRF token.
 """
 
 import asyncio
@@ -13,9 +13,9 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 
-from api.access.auth import bearer_token
+from api.access.auth import bearer_token, require
 from api.admin.login.sessions import Admin, LoginSession, Role
-from api.admin.parts import AdminParts, books_of, found, parts_of
+from api.admin.parts import books_of, found, parts_of
 from api.context import request_log_of
 from api.errors import CsrfFailed, InvalidRequest, LoginNeeded, MissingScope
 from api.headers import FIT_NAME, single_header
@@ -53,8 +53,8 @@ async def admin(asking: MayRead) -> Admin:
     """The caller, who may make changes. Raises MissingScope for a reader."""
     if asking.role is not Role.ADMIN:
         raise MissingScope(
-            f"{asking.name} may look but not change anything; log in as an admin, whose password "
-            "an operator sets with `cachesvc admin password`."
+            f"{asking.name} may look but not change anything; log in with a key that has the scope "
+            "'admin'."
         )
     return asking
 
@@ -94,39 +94,38 @@ async def _by_bearer(request: Request, token: str) -> Admin:
     if hmac.compare_digest(token.encode(), parts.operator_token.encode()):
         actor = request.headers.get(ACTOR_HEADER, "")
         return Admin(actor if FIT_NAME.fullmatch(actor) else "operator")
-    principal = await asyncio.to_thread(parts.keys.authenticate, token)
-    if not principal.may(Scope.ADMIN):
-        raise MissingScope(
-            "This API key lacks the scope 'admin'; use one made with "
-            f"`cachesvc keys create --tenant {principal.tenant} --scope admin`."
-        )
-    return admin_of(principal)
+    return admin_of(await asyncio.to_thread(parts.keys.authenticate, token))
 
 
 def admin_of(principal: Principal) -> Admin:
-    """The admin that an API key with the admin scope stands for."""
-    name = principal.key_id or principal.tenant
-    return Admin(name, key_id=name)
+    """The operator whose key this is, by the key's name and its id, which nobody else has.
+
+    Raises MissingScope.
+    """
+    require(principal, Scope.READ)
+    name, key_id = principal.key_name, principal.key_id
+    role = Role.ADMIN if principal.may(Scope.ADMIN) else Role.READER
+    return Admin(f"{name} ({key_id})" if name else key_id, role, key_id)
 
 
 async def _by_cookie(request: Request) -> Admin:
-    session, parts = session_of(request), parts_of(request)
-    if session is None or not await _may_stay(parts, session):
+    session = session_of(request)
+    if session is None or not await _may_stay(request, session):
         raise LoginNeeded(
             "Log in at /admin/login, or send 'Authorization: Bearer KEY' with a key that has the "
-            "scope 'admin'."
+            "scope 'admin' or 'read'."
         )
     if request.method not in SAFE_METHODS:
         await check_csrf(request, session.csrf_token)
     return session.admin
 
 
-async def _may_stay(parts: AdminParts, session: LoginSession) -> bool:
-    """Whether the key that opened the session is still valid; if not, ends all of its sessions."""
-    key_id = session.admin.key_id
+async def _may_stay(request: Request, session: LoginSession) -> bool:
+    """Whether the key that opened the session is still valid; if not, ends it."""
+    parts, key_id = parts_of(request), session.admin.key_id
     if not key_id or await asyncio.to_thread(parts.keys.is_live, key_id):
         return True
-    parts.sessions.close_all(session.admin.name)
+    parts.sessions.close(request.cookies.get(cookie_name(request), ""))
     return False
 
 

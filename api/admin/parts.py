@@ -23,7 +23,6 @@ from tiers.policy.retention import Pin
 
 if TYPE_CHECKING:
     from api.access.rate_limits import LimitSettings
-    from api.admin.login.passwords import Passwords
     from api.cache.explorer import Explorer
     from api.journal.journal import Journal
     from billing.accounts import Accounts
@@ -97,7 +96,6 @@ class AdminParts:
 
     sessions: Sessions
     keys: "Accounts"
-    passwords: "Passwords"
     operator_token: str  # grants everything; this machine's command line reads it from a file
     record: Trail
     stats: Callable[[], Mapping[str, Any]]  # a JSON snapshot of the whole server
@@ -114,7 +112,6 @@ class AdminParts:
     cache: "CacheAdmin"  # to change the tiers
     login_limits: LoginLimits = field(default_factory=LoginLimits)
     login_forms: LoginForms = field(default_factory=LoginForms)
-    password_checks: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))
 
 
 def parts_of(request: Request) -> AdminParts:

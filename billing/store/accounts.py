@@ -140,6 +140,7 @@ def live_keys(connection: Connection) -> list[Row[Any]]:
         keys.c.tenant,
         keys.c.project,
         keys.c.key_id,
+        keys.c.name,
         keys.c.scopes,
         keys.c.expires_ns,
         keys.c.revoked_ns,

@@ -5,14 +5,10 @@ only.
 """
 
 import asyncio
-import itertools
-import logging
-import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from api.admin.login.passwords import Passwords
 from api.admin.login.sessions import Admin, Sessions
 from api.admin.parts import AdminParts
 from api.cache.explorer import Explorer
@@ -33,10 +29,7 @@ from cachesvc.server.server_file import new_token, reachable
 from cachesvc.server.watch import ServerWatch
 from engine.text.outline import Outline
 
-logger = logging.getLogger(__name__)
-
 SAMPLE_S = 1.0
-KEEP_SESSIONS_EVERY = 5  # samples; a session ended on purpose is saved at once
 SESSION_S = 12 * 3600.0  # maximum age of a login
 IDLE_S = 2 * 3600.0  # idle time after which a login ends
 RECENT_S = 60.0
@@ -65,7 +58,6 @@ class Dashboard:
         watch: ServerWatch,
         operator: CacheOperator,
     ) -> None:
-        self._remembered = memory.remembered
         self._snapshot = partial(_snapshot, watch)
         self.history = History(self._snapshot, watch.latencies.spreads)
         books, tokenizer = money.books, core.loaded.tokenizer
@@ -80,7 +72,6 @@ class Dashboard:
         self.parts = AdminParts(
             sessions=Sessions(lifetime_s=SESSION_S, idle_s=IDLE_S),
             keys=books.accounts,
-            passwords=Passwords(settings.server.data_dir),
             currencies=lambda: list(dict.fromkeys(card.currency for card in cards()[::-1])),
             operator_token=new_token(),
             record=books.accounts.trail.record,
@@ -101,7 +92,6 @@ class Dashboard:
             blocks=partial(read_blocks, core.blocks),
             cache=operator,
         )
-        self._restore()
 
     def stats(self) -> dict[str, Any]:
         """The snapshot and the last minute's figures."""
@@ -114,30 +104,11 @@ class Dashboard:
         token = self.parts.sessions.make_link(Admin("operator"), FIRST_LINK_S)
         return f"{reachable(url)}/admin/login?token={token}"
 
-    def _restore(self) -> None:
-        """Restores the last run's logins, if they can be read."""
-        sessions, body = self.parts.sessions, self._remembered.read("sessions")
-        try:
-            if body is not None:
-                sessions.restore(body, time.time())
-        except ValueError as error:
-            logger.warning(f"the dashboard starts without its logins: {error}")
-        sessions.on_end = self._keep_sessions
-
     async def keep_history(self) -> None:
-        """Takes a sample each second until cancelled, and saves what a restart would lose."""
-        for turn in itertools.count(1):
+        """Takes a sample each second until cancelled."""
+        while True:
             self.history.sample()
-            if turn % KEEP_SESSIONS_EVERY == 0:
-                self._keep_sessions()
             await asyncio.sleep(SAMPLE_S)
-
-    def close(self) -> None:
-        """Saves the logins, after the last request."""
-        self._keep_sessions()
-
-    def _keep_sessions(self) -> None:
-        self._remembered.keep("sessions", self.parts.sessions.dump(time.time()))
 
 
 def _snapshot(watch: ServerWatch) -> dict[str, Any]:

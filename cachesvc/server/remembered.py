@@ -1,4 +1,4 @@
-"""The dashboard's state that survives restarts: ended requests and logins.
+"""Ended requests, which the dashboard shows after a restart too.
 
 It is a convenience, not a record: the ledger alone says what was charged. Prompts are never
 written.
@@ -33,10 +33,6 @@ class Remembered:
         known: _Known = {}
         return [record for (body,) in found if (record := _record(body, known)) is not None]
 
-    def read(self, name: str) -> bytes | None:
-        found = self._file.rows("SELECT body FROM states WHERE name = ?", name)
-        return zlib.decompress(found[0][0]) if found else None
-
     def keep_record(self, record: RequestRecord) -> None:
         kept = replace(record, prompts=())
 
@@ -47,13 +43,6 @@ class Remembered:
             db.execute("DELETE FROM records WHERE number <= ?", (oldest,))
 
         self._file.hand_over(write, owner=record.tenant)
-
-    def keep(self, name: str, body: bytes) -> None:
-        def write(db: sqlite3.Connection) -> None:
-            packed = zlib.compress(body, 1)
-            db.execute("INSERT OR REPLACE INTO states VALUES (?, ?)", (name, packed))
-
-        self._file.hand_over(write, len(body))
 
 
 _Known = dict[tuple[str, str], type]

@@ -1,6 +1,6 @@
 """`state.sqlite3`: what is worth keeping over a restart. A convenience, not a record.
 
-It has the dashboard's requests and logins (`remembered`), and turns and stored responses
+It has the dashboard's requests (`remembered`), and turns and stored responses
 (`kept_turns`).
 
 One thread writes it, in small transactions. A damaged file is replaced. A file that cannot be
@@ -24,7 +24,6 @@ FILE_NAME: Final = "state.sqlite3"
 SCHEMA: Final = 1  # a file of another schema is replaced
 TABLES: Final = """
 CREATE TABLE IF NOT EXISTS records (number INTEGER PRIMARY KEY, body BLOB NOT NULL);
-CREATE TABLE IF NOT EXISTS states (name TEXT PRIMARY KEY, body BLOB);
 CREATE TABLE IF NOT EXISTS kept (name BLOB PRIMARY KEY, owner BLOB NOT NULL,
     used_s INTEGER NOT NULL, size INTEGER NOT NULL, body BLOB NOT NULL) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS kept_used ON kept (used_s);

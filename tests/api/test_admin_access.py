@@ -8,7 +8,7 @@ from api.admin.login.sessions import MAX_SESSIONS, Sessions
 from api.admin.parts import AdminParts
 from tests.support.admin import OPERATOR_TOKEN, admin_client, error_of, fake_parts
 
-LOOK, CHANGE = "/admin/api/whoami", "/admin/api/sessions/end?name=nobody"
+LOOK, CHANGE = "/admin/api/whoami", "/admin/api/links"
 
 
 @pytest.fixture
@@ -53,8 +53,8 @@ async def test_a_bearer_may_look_and_change_without_a_csrf_token(
     headers = {"Authorization": f"Bearer {bearer}", "X-Cachesvc-Actor": actor}
     told = (await client.get(LOOK, headers=headers)).json()
     assert {"name": name, "role": "admin"} == told
-    assert {"ended": 0} == (await client.post(CHANGE, headers=headers)).json()
-    assert [("admin.sessions_end", name)] == parts.record.actions  # type: ignore[attr-defined]
+    assert 200 == (await client.post(CHANGE, headers=headers)).status_code
+    assert [("admin.link", name)] == parts.record.actions  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ async def test_a_session_changes_things_only_with_its_csrf_token(parts, client):
     assert (403, "csrf_failed") == error_of(wrong)
     by_header = await client.post(CHANGE, headers={"X-CSRF-Token": csrf_token})
     by_form = await client.post(CHANGE, data={"csrf_token": csrf_token})
-    assert {"ended": 0} == by_header.json() == by_form.json()
+    assert 200 == by_header.status_code == by_form.status_code
 
 
 @pytest.mark.parametrize(
@@ -121,31 +121,10 @@ def test_sessions_and_links_end_after_their_time_and_when_idle():
     assert 0 == len(sessions)
 
 
-def test_sessions_are_bounded_and_end_by_name():
+def test_sessions_are_bounded():
     sessions = Sessions()
     first, _ = sessions.open(Admin("ada"))
     for _ in range(MAX_SESSIONS):
         last, _ = sessions.open(Admin("eve"))
     assert MAX_SESSIONS == len(sessions)
-    assert sessions.find(first) is None
-    link, other = (sessions.make_link(Admin(name), ttl_s=60) for name in ("eve", "ada"))
-    assert MAX_SESSIONS == sessions.close_all("eve")
-    assert sessions.find(last) is None
-    assert (None, Admin("ada")) == (sessions.use_link(link), sessions.use_link(other))
-
-
-def test_a_restored_session_ends_when_it_was_to_and_none_lasts_longer_than_a_new_one():
-    now = [0.0]
-    sessions = Sessions(lifetime_s=100, clock_s=lambda: now[0])
-    token, _ = sessions.open(Admin("ada", Role.READER, "key"))
-    now[0] = 60.0
-    body = sessions.dump(wall_s=1000)
-    for wall_s, ends_s in ((1000, 40.0), (500, 100.0)):  # the second time, the clock was set back
-        now[0] = 0.0
-        sessions = Sessions(lifetime_s=100, clock_s=lambda: now[0])
-        sessions.restore(body, wall_s)
-        now[0] = ends_s - 1
-        found = sessions.find(token)
-        assert found is not None and Admin("ada", Role.READER, "key") == found.admin
-        now[0] = ends_s
-        assert sessions.find(token) is None
+    assert sessions.find(first) is None and sessions.find(last) is not None

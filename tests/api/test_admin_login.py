@@ -1,4 +1,4 @@
-"""Logging in to the dashboard: passwords, keys, links, and what stands against abuse of them."""
+"""Logging in to the dashboard: keys, links, and what stands against abuse of them."""
 
 import re
 from typing import Any
@@ -12,6 +12,7 @@ from api.errors import RateLimited
 from tests.support.admin import OPERATOR_TOKEN, admin_client, error_of, fake_parts
 
 COOKIE = "cachesvc_admin_8000"
+ADA = "ada (id-of-sk-ada)"
 OPERATOR = {"Authorization": f"Bearer {OPERATOR_TOKEN}"}
 PERSON = {"Accept": "text/html"}
 
@@ -48,11 +49,9 @@ async def proof_of(client: httpx.AsyncClient) -> str:
     return found[1]
 
 
-async def log_in(
-    client: httpx.AsyncClient, name: str = "ada", secret: str = "correct horse", **fields: str
-) -> httpx.Response:
+async def log_in(client: httpx.AsyncClient, key: str = "sk-ada", **fields: str) -> httpx.Response:
     proof = await proof_of(client)
-    data = {"proof": proof, "name": name, "secret": secret} | fields
+    data = {"proof": proof, "key": key} | fields
     return await client.post("/admin/login", data=data, headers=PERSON)
 
 
@@ -94,7 +93,7 @@ async def test_a_person_is_sent_to_the_login_page_and_back_to_what_was_chosen(pa
     assert wanted == httpx.URL(sent.headers["location"]).params["next"]
     answer = await log_in(client, next=wanted)
     assert (303, wanted) == (answer.status_code, answer.headers["location"])
-    assert [("admin.login", "ada")] == actions(parts)
+    assert [("admin.login", ADA)] == actions(parts)
     client.cookies.clear()
     part = {"hx-request": "true", "hx-current-url": f"http://t{wanted}"}
     moved = await client.get("/admin/api/stats", headers={"HX-Request": "true"})
@@ -128,14 +127,12 @@ async def test_the_cookie_is_for_the_browser_and_this_server_alone(client, url, 
     assert 200 == (await client.get("/admin", headers=PERSON)).status_code
 
 
-@pytest.mark.parametrize(
-    ("name", "secret"),
-    [("ada", "wrong"), ("nobody", "correct horse"), ("", "correct horse"), ("ada", "sk-plain")],
-)
-async def test_every_failed_login_gets_the_same_message(parts, client, name, secret):
-    answer = await log_in(client, name, secret)
+@pytest.mark.parametrize("key", ["guessed", "sk-wrong", "sk-plain"])
+async def test_every_failed_login_gets_the_same_message(parts, client, key):
+    answer = await log_in(client, key)
     assert 401 == answer.status_code
-    assert "did not match" in answer.text
+    assert "no key that opens the dashboard" in answer.text
+    assert key not in answer.text
     assert COOKIE not in client.cookies
     assert ["admin.login_failed"] == [action for action, _ in actions(parts)]
 
@@ -146,13 +143,13 @@ async def test_the_login_page_mentions_a_lost_session(client):
     async with admin_client(fake_parts(stats=lambda: STATS)) as restarted:
         restarted.cookies = client.cookies
         lost = await restarted.get("/admin", headers=PERSON, follow_redirects=True)
-        assert "or its password or key was changed. Log in." in lost.text
+        assert "its key was revoked, or the server was restarted. Log in." in lost.text
         assert 303 == (await log_in(restarted)).status_code
         assert 200 == (await restarted.get("/admin", headers=PERSON)).status_code
 
 
 async def test_a_login_by_key_ends_with_the_key(parts, client):
-    assert 303 == (await log_in(client, "", "sk-admin")).status_code
+    assert 303 == (await log_in(client, "sk-admin")).status_code
     assert [("admin.login", "id-of-sk-admin")] == actions(parts)
     assert 200 == (await client.get("/admin/api/whoami")).status_code
     parts.keys.revoked.add("id-of-sk-admin")  # type: ignore[attr-defined]
@@ -185,9 +182,9 @@ async def test_all_addresses_of_an_ipv6_network_guess_as_one():
     await limits.attempt("2001:db8:0:1::3")
 
 
-async def test_guessing_is_stopped_before_the_password_is_looked_at(parts, client):
+async def test_guessing_is_stopped_before_the_key_is_looked_at(parts, client):
     for _ in range(PER_ADDRESS):
-        assert 401 == (await log_in(client, "ada", "wrong")).status_code
+        assert 401 == (await log_in(client, "sk-wrong")).status_code
     right = await log_in(client)
     assert (429, "60") == (right.status_code, right.headers["retry-after"])
     assert "wait a minute" in right.text
@@ -197,7 +194,7 @@ async def test_guessing_is_stopped_before_the_password_is_looked_at(parts, clien
 
 async def test_a_cross_site_form_does_not_log_in(client):
     proof = await proof_of(client)
-    data = {"name": "ada", "secret": "correct horse"}
+    data = {"key": "sk-ada"}
     for cookies, forged in (({}, proof), (dict(client.cookies), "0" * 64), ({}, "")):
         client.cookies.clear()
         client.cookies.update(cookies)
@@ -206,7 +203,7 @@ async def test_a_cross_site_form_does_not_log_in(client):
 
 
 async def test_sessions_end_on_the_server(parts, client):
-    """At the next login, one that was planted too; at a logout; and after a new password."""
+    """At the next login, one that was planted too; and at a logout."""
     client.cookies.set(COOKIE, "planted", domain="test.local", path="/admin")
     for _ in range(2):
         await log_in(client)
@@ -218,12 +215,18 @@ async def test_sessions_end_on_the_server(parts, client):
     assert (303, "/admin/login") == (answer.status_code, answer.headers["location"])
     client.cookies.set(COOKIE, token)
     assert (401, "login_needed") == error_of(await client.get("/admin/api/stats"))
-    assert [("admin.login", "ada")] * 2 + [("admin.logout", "ada")] == actions(parts)
-    client.cookies.clear()
-    await log_in(client)
-    ended = await client.post("/admin/api/sessions/end?name=ada", headers=OPERATOR)
-    assert {"ended": 1} == ended.json()
-    assert (401, "login_needed") == error_of(await client.get("/admin/api/stats"))
+    assert [("admin.login", ADA)] * 2 + [("admin.logout", ADA)] == actions(parts)
+
+
+async def test_a_reader_by_key_looks_and_cannot_change(parts, client):
+    assert 303 == (await log_in(client, "sk-read")).status_code
+    bearer = {"Authorization": "Bearer sk-read"}
+    for headers in ({}, bearer):
+        told = (await client.get("/admin/api/whoami", headers=headers)).json()
+        assert {"name": "ada (id-of-sk-read)", "role": "reader"} == told
+    for headers in (await csrf_of(client), bearer):
+        refused = await client.post("/admin/api/links", headers=headers)
+        assert (403, "insufficient_scope") == error_of(refused)
 
 
 async def test_a_login_link_works_once(parts, client):

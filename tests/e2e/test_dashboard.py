@@ -13,8 +13,6 @@ from typing import Any
 import pytest
 from playwright.sync_api import Locator, Page, expect
 
-from api.admin.login.passwords import Passwords
-from api.admin.login.sessions import Role
 from tests.dashboard_server import TEXT, Visitor
 
 pytestmark = [pytest.mark.browser, pytest.mark.e2e, pytest.mark.timeout(1800)]
@@ -22,7 +20,6 @@ pytestmark = [pytest.mark.browser, pytest.mark.e2e, pytest.mark.timeout(1800)]
 DOCS = Path(__file__).parents[2] / "docs"
 WALK, IMAGES = DOCS / "walk.md", DOCS / "images"
 STEP = re.compile(r"^\d+\. (.+)$")
-PASSWORD = "a long enough password"
 LIVE = ("/admin", "/admin/cache")
 PAGES = tuple(
     f"/admin/{name}"
@@ -110,13 +107,12 @@ def _named(page: Page, name: str) -> Locator:
 
 
 def test_a_newcomer_walks_through_the_dashboard(browser, used):
-    Passwords(used.data_dir).set("admin", PASSWORD, Role.ADMIN)
     visitor = Visitor(browser, used)
     for title, steps in sections():
         assert steps, title
         for step in steps:
             try:
-                take(visitor.page, step)
+                take(visitor.page, step.replace("`KEY`", f"`{used.keys['ada']}`"))
             except Exception:
                 visitor.shot("walk-stopped")
                 raise
@@ -124,7 +120,8 @@ def test_a_newcomer_walks_through_the_dashboard(browser, used):
     visitor.close()
     trail = used.live.get("/admin/api/audit")
     evicted = next(entry for entry in trail if entry["action"] == "cache.evict")
-    assert "admin" == evicted["actor"] and evicted["after"]["disk"] > 0, "no disk was freed"
+    assert evicted["actor"].startswith("ada (key_")
+    assert evicted["after"]["disk"] > 0, "no disk was freed"
     tenant = used.live.get("/admin/api/tenants/default")
     assert 24 < float(tenant["balance"]) <= 25
 
@@ -230,19 +227,16 @@ def test_the_pictures_of_the_readme(browser, used, listing, picture):
     visitor.close()
 
 
-def test_a_password_opens_the_door_and_logging_out_closes_it(visitor):
-    Passwords(visitor.served.data_dir).set("ada", PASSWORD, Role.READER)
+def test_a_key_opens_the_door_and_logging_out_closes_it(visitor):
     page = visitor.page
     page.goto("/admin/cache")
-    page.get_by_label("Name").fill("ada")
-    page.get_by_label("Password").fill("not the password")
+    page.get_by_label("Key").fill("not the key")
     page.get_by_role("button", name="Log in").click()
-    expect(page.get_by_role("alert")).to_contain_text("did not match")
+    expect(page.get_by_role("alert")).to_contain_text("no key that opens")
     visitor.troubles.clear()  # the browser's own note of the 401
     visitor.shot("login")
     assert [] == visitor.violations()
-    page.get_by_label("Name").fill("ada")
-    page.get_by_label("Password").fill(PASSWORD)
+    page.get_by_label("Key").fill(visitor.served.keys["bob"])
     page.keyboard.press("Enter")
     expect(page.get_by_role("heading", name="Cache", exact=True)).to_be_visible()
     expect(page.get_by_text("read only")).to_be_visible()

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 
 from api.access.rate_limits import LimitSettings
-from api.admin.login.sessions import Admin, Role, Sessions
+from api.admin.login.sessions import Sessions
 from api.admin.parts import AdminParts
 from api.app import create_app
 from api.journal.journal import Journal
@@ -57,18 +57,8 @@ class FixedKeys:
     def authenticate(self, key: str) -> Principal:
         if key not in self.scopes:
             raise UnknownKey("no such API key")
-        return Principal("acme", key_id=f"id-of-{key}", scopes=self.scopes[key])
-
-
-@dataclass(frozen=True, slots=True)
-class FixedPasswords:
-    """Plain-text passwords of admins by name."""
-
-    known: Mapping[str, tuple[str, Role]]
-
-    def verify(self, name: str, password: str) -> Admin | None:
-        expected, role = self.known.get(name, ("", Role.READER))
-        return Admin(name, role) if expected and expected == password else None
+        name = "" if key == "sk-admin" else "ada"
+        return Principal("acme", key_id=f"id-of-{key}", scopes=self.scopes[key], key_name=name)
 
 
 @dataclass(slots=True)
@@ -97,13 +87,11 @@ async def _nothing_fires() -> list[dict[str, str]]:
 
 def fake_parts(**overrides: Any) -> AdminParts:
     """Parts over fakes; pass the ones under test. Nothing is cached, on accounts or firing."""
-    keys = {"sk-admin": frozenset({Scope.ADMIN}), "sk-plain": frozenset({Scope.INFERENCE})}
+    scopes = {"admin": Scope.ADMIN, "ada": Scope.ADMIN, "read": Scope.READ, "plain": Scope.USAGE}
+    keys = {f"sk-{name}": frozenset({scope}) for name, scope in scopes.items()}
     values: dict[str, Any] = {
         "sessions": Sessions(),
         "keys": FixedKeys(keys),
-        "passwords": FixedPasswords(
-            {"ada": ("correct horse", Role.ADMIN), "bob": ("battery staple", Role.READER)}
-        ),
         "operator_token": OPERATOR_TOKEN,
         "record": RecordingTrail(),
         "stats": lambda: {"time_s": 0.0, "engine": {"engines": ()}},

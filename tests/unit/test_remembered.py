@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from api.admin.login.sessions import Admin, Role, Sessions
 from api.job import Bill, Served
 from api.journal.journal import Journal, JournalSettings, RequestRecord, State
 from billing.gate.outcomes import Outcome
@@ -146,34 +145,3 @@ def test_a_file_that_cannot_be_opened_is_left_as_it_is(tmp_path, caplog, monkeyp
     path.mkdir()
     assert [] == kept(path, record(4))
     assert path.is_dir()
-
-
-def test_states_are_kept_by_name_and_the_last_one_counts(tmp_path):
-    first = FiledRemembered(tmp_path / FILE_NAME, max_records=9)
-    assert first.read("sessions") is None
-    first.start()
-    for body in (b"one", b"two"):
-        first.keep("sessions", body)
-    first.close()
-    assert b"two" == FiledRemembered(tmp_path / FILE_NAME, max_records=9).read("sessions")
-
-
-def test_a_login_outlives_a_restart_and_no_longer_than_it_would_have():
-    before = Sessions(lifetime_s=100, idle_s=30, clock_s=lambda: 5_000.0)
-    token, session = before.open(Admin("ada", Role.READER, key_id="k1"))
-    now = [7.0]  # a clock that began anew
-    for wall_s, found in ((1_010.0, True), (1_029.0, True), (1_031.0, False), (1_101.0, False)):
-        after = Sessions(lifetime_s=100, idle_s=30, clock_s=lambda: now[0])
-        after.restore(before.dump(1_000.0), wall_s)
-        again = after.find(token)
-        assert found == (again is not None), wall_s
-        if again is not None:
-            assert (session.admin, session.csrf_token) == (again.admin, again.csrf_token)
-    set_back = Sessions(lifetime_s=100, idle_s=30, clock_s=lambda: now[0])
-    set_back.restore(before.dump(1_000.0), -50_000.0)
-    assert set_back.find(token) is not None
-    now[0] += 101
-    assert set_back.find(token) is None
-    with pytest.raises(ValueError, match="no sessions"):
-        set_back.restore(b'[{"name": "eve"}]', 1_000.0)
-    assert token.encode() not in before.dump(1_000.0)

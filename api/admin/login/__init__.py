@@ -1,4 +1,4 @@
-"""Who may enter the dashboard: passwords, sessions, and the guard against guessing.
+"""Who is in the dashboard: sessions, one-time links, and the guard against guessing.
 
 What each person may do is `api.admin.access`.
 """

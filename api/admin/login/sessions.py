@@ -1,17 +1,16 @@
-"""Logins: sessions, which survive a restart, and one-time links, which do not.
+"""Logins: sessions and one-time links. Both end with the server.
 
 A session's id is 256 random bits in a cookie. The server keeps only its digest, so nothing in its
-memory or on its disk opens a session. Ids are made at login and never taken from a request, which
+memory opens a session. Ids are made at login and never taken from a request, which
 prevents session fixation. Event loop only.
 """
 
 import hashlib
-import json
 import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 TOKEN_BYTES = 32
@@ -61,7 +60,6 @@ class Sessions:
         self.lifetime_s = lifetime_s
         self.idle_s = idle_s
         self._clock_s = clock_s
-        self.on_end: Callable[[], None] = lambda: None  # called when a session is ended on purpose
         # Least recently used first.
         self._sessions: OrderedDict[bytes, LoginSession] = OrderedDict()
         self._links: OrderedDict[bytes, tuple[Admin, float]] = OrderedDict()
@@ -90,55 +88,7 @@ class Sessions:
         return session
 
     def close(self, token: str) -> None:
-        if self._sessions.pop(_digest(token), None) is not None:
-            self.on_end()
-
-    def close_all(self, name: str) -> int:
-        """End every session of an admin, after a new password, and every link that is not used
-        yet. Returns how many sessions there were."""
-        for digest in [digest for digest, (admin, _) in self._links.items() if admin.name == name]:
-            del self._links[digest]
-        ended = [digest for digest, each in self._sessions.items() if each.admin.name == name]
-        for digest in ended:
-            del self._sessions[digest]
-        if ended:
-            self.on_end()
-        return len(ended)
-
-    def dump(self, wall_s: float) -> bytes:
-        """Every session, for `restore` after a restart. The dump opens no session.
-
-        This process' clock restarts with the next, so ends are stored as Unix times.
-        """
-        now = self._clock_s()
-        payload = [
-            asdict(each)
-            | {
-                "digest": digest.hex(),
-                "ends_s": wall_s + each.ends_s - now,
-                "used_s": wall_s + each.used_s - now,
-            }
-            for digest, each in self._sessions.items()
-        ]
-        return json.dumps(payload).encode()
-
-    def restore(self, body: bytes, wall_s: float) -> None:
-        """The sessions of an earlier run that have not ended. Raises ValueError for malformed
-        bytes.
-
-        If the clock was set back, no session lasts longer than a new one.
-        """
-        now = self._clock_s()
-        try:
-            for each in json.loads(body):
-                told = each["admin"]
-                admin = Admin(str(told["name"]), Role(told["role"]), told["key_id"])
-                ends_s = now + min(self.lifetime_s, each["ends_s"] - wall_s)
-                used_s = now + min(0.0, each["used_s"] - wall_s)
-                session = LoginSession(admin, ends_s, used_s, each["csrf_token"])
-                self._sessions[bytes.fromhex(each["digest"])] = session
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"no sessions: {error}") from error
+        self._sessions.pop(_digest(token), None)
 
     def __len__(self) -> int:
         return len(self._sessions)

@@ -1,8 +1,8 @@
 """Logging in and out: the login page, one-time links, logging out.
 
 There is no session yet, so a login form proves that it is ours by a nonce in a cookie and its HMAC
-in the form. Attempts are limited by address and in total, before the costly password check. Every
-login, failed login and logout leaves an audit entry.
+in the form. Attempts are limited by address and in total, before the key is looked at. Every login,
+failed login and logout leaves an audit entry.
 """
 
 import asyncio
@@ -18,17 +18,16 @@ from api.admin.access import MayChange, MayRead, admin_of, cookie_name, is_secur
 from api.admin.login.sessions import Admin, Role
 from api.admin.pages.base import render
 from api.admin.parts import add_audit_entry, parts_of
-from api.headers import FIT_NAME
+from api.errors import MissingScope
 from billing.errors import BillingError
-from billing.keys import PREFIX, Scope
 
 router = APIRouter(prefix="/admin", include_in_schema=False)
 
 LINK_TTL_S = 15 * 60.0
-WRONG = "That name and password, or key, did not match. Check both and try again."
+WRONG = "That is no key that opens the dashboard. Copy it whole, and try again."
 ENDED = (
-    "Your session has ended: it was too old, you were away too long, or its password or key was "
-    "changed. Log in."
+    "Your session has ended: it was too old, you were away too long, its key was revoked, or the "
+    "server was restarted. Log in."
 )
 # Where a login may lead: our own pages.
 _NEXT = re.compile(r"/admin(/[A-Za-z0-9_./-]*)?(\?[A-Za-z0-9_.=&%+,~-]*)?")
@@ -49,23 +48,22 @@ async def login_page(request: Request, token: str = "", next: str = "/admin") ->
 @router.post("/login")
 async def log_in(
     request: Request,
-    secret: Annotated[str, Form()],
+    key: Annotated[str, Form()],
     proof: Annotated[str, Form()] = "",
-    name: Annotated[str, Form()] = "admin",
     next: Annotated[str, Form()] = "/admin",  # noqa: A002
 ) -> Response:
     parts = parts_of(request)
     parts.login_forms.check(request.cookies.get(_nonce_cookie(request), ""), proof)
     await parts.login_limits.attempt(_address(request))
-    found, how = await _identify(request, name.strip() or "admin", secret.strip())
-    if found is None:
-        subject = name if FIT_NAME.fullmatch(name) else "?"
-        await _audit(request, "admin.login_failed", subject, _address(request))
+    try:
+        found = admin_of(await asyncio.to_thread(parts.keys.authenticate, key.strip()))
+    except (BillingError, MissingScope):
+        await _audit(request, "admin.login_failed", "?", _address(request))
         answer = _form(request, next, WRONG)
         answer.status_code = 401
         return answer
     target = next if _NEXT.fullmatch(next) else "/admin"
-    return await _enter(request, found, how, RedirectResponse(target, 303))
+    return await _enter(request, found, "key", RedirectResponse(target, 303))
 
 
 @router.post("/logout")
@@ -80,31 +78,10 @@ async def log_out(request: Request, found: MayRead) -> Response:
 
 @router.post("/api/links")
 async def make_link(request: Request, found: MayChange, role: Role = Role.ADMIN) -> dict[str, Any]:
-    """A one-time login link, for someone who cannot or need not type a password."""
+    """A one-time login link, for someone who has no key at hand."""
     token = parts_of(request).sessions.make_link(replace(found, role=role), LINK_TTL_S)
     await _audit(request, "admin.link", found.name, found.name, role=role)
     return {"path": f"/admin/login?token={token}", "ttl_s": LINK_TTL_S}
-
-
-@router.post("/api/sessions/end")
-async def end_sessions(request: Request, found: MayChange, name: str) -> dict[str, int]:
-    """Ends every session of an admin, after a new password or when the admin is removed."""
-    ended = parts_of(request).sessions.close_all(name)
-    await _audit(request, "admin.sessions_end", name, found.name, ended=ended)
-    return {"ended": ended}
-
-
-async def _identify(request: Request, name: str, secret: str) -> tuple[Admin | None, str]:
-    """The admin with this password or key, and which of the two it is."""
-    parts = parts_of(request)
-    if not secret.startswith(PREFIX):
-        async with parts.password_checks:
-            return await asyncio.to_thread(parts.passwords.verify, name, secret), "password"
-    try:
-        principal = await asyncio.to_thread(parts.keys.authenticate, secret)
-    except BillingError:
-        return None, "key"
-    return admin_of(principal) if principal.may(Scope.ADMIN) else None, "key"
 
 
 async def _enter(request: Request, found: Admin, how: str, answer: Response) -> Response:

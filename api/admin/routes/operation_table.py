@@ -89,7 +89,8 @@ _BOOKINGS = {
 _SCOPES = {
     "inference": "ask the model",
     "usage": "read its own usage",
-    "admin": "everything, of every tenant",
+    "read": "look at everything, of every tenant",
+    "admin": "change everything, of every tenant",
 }
 
 # A path without names stands before one with names that would take it.
