@@ -64,11 +64,11 @@ async def deliver(
     """
     check_params(job.params, job.model.vocab_size)
     request, principal, wire, log = arrival.request, arrival.principal, arrival.wire, arrival.log
-    publisher, stream = None, job.stream
+    publisher, stream, parts = None, job.stream, wire.inference.engine_of(job.model)
     if extension.publish:
-        publisher = check_publishable(job, wire.cache.publisher)
+        publisher = check_publishable(job, parts.publisher)
     fingerprint = job.context.fingerprint
-    await wire.cache.quotes.check(principal, job, extension)
+    await parts.quotes.check(principal, job, extension)
     claimed = await claim(
         wire.books.replays, request, principal, arrival.raw, job.request_id, fingerprint
     )
@@ -83,14 +83,15 @@ async def deliver(
         user = wire.access.limits.user_of(principal, job.context.user)
         if user:
             job = replace(job, user=user)
-        wire.access.queue.check_wait(job.share, job.prompt_tokens)
-        wire.access.queue.enter(job.share, len(job.prompts))
-        held.callback(wire.access.queue.leave, job.share, len(job.prompts))
+        parts.queue.check_wait(job.share, job.prompt_tokens)
+        places = max(1, len(job.prompts))  # the prompts of a relayed body are not read
+        parts.queue.enter(job.share, places)
+        held.callback(parts.queue.leave, job.share, places)
         wire.books.meter.check()
         permit = await wire.access.limits.admit(principal, user)
         held.push_async_callback(ending.leave, permit)
         if job.source is not None:
-            compiling = partial(wire.inference.grammars.compile, job.source)
+            compiling = partial(parts.grammars.compile, job.source)
             grammar = await wire.inference.encoders.run(principal.tenant, compiling)
             job = replace(job, grammar=grammar)
         charge = await wire.books.meter.admit(principal, job)
@@ -119,8 +120,9 @@ async def deliver(
 
 
 def _generation(wire: Collaborators, job: Job, charge: LedgerCharge) -> Producer:
-    parts = wire.inference
-    return Generation(job, engine=parts.engine, bridge=parts.bridge, coverage=charge)
+    inference = wire.inference
+    engine = inference.engine_of(job.model).engine
+    return Generation(job, engine=engine, bridge=inference.bridge, coverage=charge)
 
 
 class _Ending:
@@ -136,6 +138,7 @@ class _Ending:
     ) -> None:
         self._log = log
         self._wire = wire
+        self._parts = wire.inference.engine_of(job.model)
         self._job = job
         journal = wire.records.journal
         self._record = journal.record(job, principal, client_id=log.client_id, trail=trail)
@@ -162,17 +165,17 @@ class _Ending:
         """The engine has the request. From now on the delivery releases what it holds."""
         self._wire.records.journal.begin(self._record, generation)
         self._held = held.pop_all()
-        self._wire.cache.retention.began(self._job)
+        self._parts.retention.began(self._job)
 
     async def __call__(self, delivered: Delivered) -> None:
         served, bill = delivered.served, delivered.bill
         self._usage = usage = bill.usage if bill else EMPTY
         async with self._held:
             self._wire.records.journal.settle(self._log.request_id, delivered)
-            self._wire.cache.quotes.forecast.observe(served)
+            self._parts.quotes.forecast.observe(served)
             if not self._wire.records.purges.reach(self._job.scope.tenant, self._job.arrival_ns):
                 self._remember(served)
-                self._wire.cache.retention.ended(self._job, served)
+                self._parts.retention.ended(self._job, served)
         self._log.add(
             outcome=str(served.outcome),
             delivered=delivered.complete,

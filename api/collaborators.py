@@ -65,18 +65,43 @@ class Access:
     gatekeeper: "Gatekeeper"
     salts: "Salts"
     limits: "WindowLimits"
-    queue: "QueueBound"  # bounds who may wait for the engine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineParts:
+    """An engine, and what requests need beside it. `models` are those that it computes, by name."""
+
+    engine: EngineClient
+    models: Mapping[str, ServedModel]
+    grammars: Compiler
+    queue: "QueueBound"  # bounds who may wait for it
+    retention: "Retention"
+    quotes: "Quotes"
+    publisher: "Publisher | None" = None  # None: no store is shared with other servers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inference:
     """What turns a prompt into an answer."""
 
-    engine: EngineClient
+    engines: Sequence[EngineParts]
     bridge: "OutputBridge"
-    models: Mapping[str, ServedModel]  # the first is the default
     encoders: "FairPool"  # tokenise long texts and compile grammars
-    grammars: Compiler
+
+    @property
+    def models(self) -> Mapping[str, ServedModel]:
+        """By name; the first is the default."""
+        return {name: model for each in self.engines for name, model in each.models.items()}
+
+    def engine_of(self, model: ServedModel) -> EngineParts:
+        return next(each for each in self.engines if model.name in each.models)
+
+    def check_wait(self, share: str) -> None:
+        """Raises QueueTooLong if no engine would begin in time. Called before the body, which
+        names the model, is read."""
+        min(
+            (each.queue for each in self.engines), key=lambda queue: queue.wait_s(share)
+        ).check_wait(share)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,15 +127,6 @@ class Records:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CacheParts:
-    """The cache as requests see it beside the engine."""
-
-    retention: "Retention"
-    quotes: "Quotes"
-    publisher: "Publisher | None" = None  # None: no store is shared with other servers
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Collaborators:
     """Everything the routes use; stored as `app.state.wire`, immutable."""
 
@@ -118,7 +134,6 @@ class Collaborators:
     inference: Inference
     books: Bookkeeping
     records: Records
-    cache: CacheParts
     settings: WireSettings
     readiness: Callable[[], Readiness]
     render_metrics: Callable[[], tuple[bytes, str]]  # body and its content type

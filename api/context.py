@@ -76,7 +76,7 @@ async def received(request: Request, *, queues: bool = False) -> Arrival:
     wire, log = wire_of(request), request_log_of(request)
     principal = await authorised(request)
     if queues:
-        wire.access.queue.check_wait(principal.tenant)
+        wire.inference.check_wait(principal.tenant)
     # `Request.body` would keep it in memory until the answer has ended.
     raw = b"".join([part async for part in request.stream()])
     return Arrival(request, wire, log, principal, raw)

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from cachesvc.config.idle import idle_settings
-from cachesvc.config.settings import Settings
+from cachesvc.config.settings import Settings, main_of
 from cachesvc.importing import importing
 from cachesvc.observability.kv_events import published
 from cachesvc.server.listen import bind, check_address, check_memory, make_data_dir
@@ -47,10 +47,14 @@ def serve(
     Once it accepts requests, `on_ready` is called with the effective settings, the server's URL and
     a one-time login link for its dashboard.
     """
-    server, startup = settings.server, startup or Startup()
+    server, startup, asked = settings.server, startup or Startup(), settings
+    each = settings.each()
+    for one in each:
+        if idle := ", ".join(idle_settings(one)):
+            logger.warning(f"without effect with engine {one.engine.backend}: {idle}")
+    main = main_of(each)
+    settings, names = each[main], ", ".join(one.model.client_name for one in each)
     over_vllm, at_url = settings.engine.backend == "vllm", bool(settings.engine.urls)
-    if idle := ", ".join(idle_settings(settings)):
-        logger.warning(f"without effect with engine {settings.engine.backend}: {idle}")
     make_data_dir(server.data_dir)
     check_device(settings.model.device)
     if not at_url:
@@ -72,25 +76,29 @@ def serve(
                 with startup.during("importing torch"), _importing():
                     if not (over_vllm or at_url):
                         lean.enter_context(without_training())
-                    from cachesvc.server.compute import prepare  # torch, seconds of it
-                with startup.during(f"loading {settings.model.name}"):
+                    from cachesvc.server.compute import prepare_each  # torch, seconds of it
+                with startup.during(f"loading {names}"):
                     # Not in a `with`: Ctrl-C would wait for the model, or for a compiler.
                     thread = ThreadPoolExecutor(1, thread_name_prefix="cachesvc-prepare")
-                    prepared = thread.submit(prepare, settings, startup.progress)
+                    prepared = thread.submit(prepare_each, each, startup.progress)
                     with _importing():  # the rest, while that thread loads weights
                         from cachesvc.service import Service
-                    settings, make_backend = prepared.result()
+                    makers = prepared.result()
+                    settings = makers[main][0]
                     thread.shutdown()
                 opening = "starting vLLM" if over_vllm else "asking the engine" if at_url else TIERS
                 with startup.during(opening):
-                    service = Service(settings, make_backend, money, stream)
+                    service = Service(makers, main, money, stream)
                     service_open.callback(service.close)
                 with startup.during("warming up"):
                     service.start()
 
             def ready(url: str, link: str) -> None:
                 notify("READY=1")
-                on_ready(_with_capacities(settings, service.core.engine.stats().cache), url, link)
+                chunk = {"chunk_tokens": settings.engine.chunk_tokens}
+                found = {"engine": asked.engine.model_copy(update=chunk), "cache": settings.cache}
+                cache = service.core.engine.stats().cache
+                on_ready(_with_capacities(asked.model_copy(update=found), cache), url, link)
 
             service_open.enter_context(scanning_seldom())
             service_open.callback(notify, "STOPPING=1")  # called before the service closes

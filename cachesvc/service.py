@@ -11,7 +11,8 @@ import asyncio
 import logging
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 
 import cachesvc
 from api.access.overload import QueueBound
@@ -19,8 +20,8 @@ from api.app import create_app
 from api.collaborators import (
     Access,
     Bookkeeping,
-    CacheParts,
     Collaborators,
+    EngineParts,
     Inference,
     WireSettings,
 )
@@ -29,6 +30,7 @@ from api.requests.encoders import encoder_pool
 from api.requests.metering import LedgerMeter
 from api.requests.quote import Quotes
 from api.requests.retention import Retention
+from api.served_model import ServedModel
 from cachesvc.config.places import disk_path
 from cachesvc.config.settings import Settings
 from cachesvc.operator.operator import CacheOperator
@@ -44,9 +46,9 @@ from cachesvc.server.http import Asgi, HttpServer, Timed
 from cachesvc.server.listen import listen, url_of
 from cachesvc.server.money import Money
 from cachesvc.server.request_memory import RequestMemory
-from cachesvc.server.served_models import served_models
+from cachesvc.server.served_models import Serving, served_models
 from cachesvc.server.server_file import announced
-from cachesvc.server.watch import ServerWatch
+from cachesvc.server.watch import ServerWatch, failure_of
 from engine.errors import EngineFailed
 from engine.request import StepOutput
 from tiers.disk.pin_file import load_pins
@@ -59,54 +61,54 @@ class Service:
     """Everything of one running server: `start`, `run`, then `close`."""
 
     def __init__(
-        self, settings: Settings, make_backend: MakeBackend, money: Money, stream: EventStream
+        self,
+        makers: Sequence[tuple[Settings, MakeBackend]],
+        main: int,
+        money: Money,
+        stream: EventStream,
     ) -> None:
+        """`makers` make the engines, each of one model and its settings. The tiers, and all else
+        that the server has once, are set by the one at place `main`."""
+        settings = makers[main][0]
         self._settings, self._money = settings, money
         self._bridge = OutputBridge()
         self._memory = RequestMemory(settings, money.salts)
         quotas = QuotaBook(settings.cache, settings.server.data_dir)
-        self.core: Backend = make_backend(self._on_outputs, stream, quotas.shares)
-        self._models = served_models(self.core, settings.model.exact)
+        with ExitStack() as opened:
+            self.servings: list[Serving] = []
+            for place, (one, make_backend) in enumerate(makers):
+                shares = quotas.shares if place == main else None
+                core = make_backend(self._on_outputs, stream, shares)
+                opened.callback(core.close)
+                self.servings.append(Serving(core, served_models(core, one.model)))
+            opened.pop_all()  # from here on `close` closes them
+        self.main = self.servings[main]
+        self.core = core = self.main.core
         note_scopes(settings.server.data_dir, self._models.values())
-        quotas.add(money.salts, self._models.values())
-        self.core.tell_owners(quotas.owners.names())
-        self._watch = ServerWatch(self.core, money)
+        quotas.add(money.salts, self.main.models.values())
+        core.tell_owners(quotas.owners.names())
+        self._watch = ServerWatch(self.main, self.servings, money)
         self.metrics = self._watch.metrics
         self._storage = self._storage_meter()
-        self._operator = CacheOperator(
-            self.core.engine.call,
-            self.core.blocks,
-            self.core.layout.block_size,
-            settings.server.data_dir,
-            money.books.signer,
-            self._storage,
-            forget=self._memory.forget,
-        )
+        self._operator = self._operator_of(core, self._storage)
         self.dashboard = Dashboard(
-            settings, money, self.core, self._models, self._memory, self._watch, self._operator
+            settings, money, core, self._models, self._memory, self._watch, self._operator
         )
         self._memory.start()
         self._encoders = encoder_pool()
 
     def app(self, meter: LedgerMeter) -> Asgi:
-        core, money = self.core, self._money
-        engine, server, block_size = core.engine, self._settings.server, core.layout.block_size
-        bounds = self._settings.engine
+        money, server = self._money, self._settings.server
         wire = Collaborators(
             access=Access(
                 gatekeeper=money.gatekeeper,
                 salts=money.salts,
                 limits=money.limits,
-                queue=QueueBound(
-                    engine, max_wait_s=bounds.max_wait, max_in_flight=bounds.max_waiting
-                ),
             ),
             inference=Inference(
-                engine=engine,
+                engines=[self._engine_parts(each, meter) for each in self.servings],
                 bridge=self._bridge,
-                models=self._models,
                 encoders=self._encoders,
-                grammars=core.grammars,
             ),
             books=Bookkeeping(
                 meter=meter,
@@ -116,13 +118,6 @@ class Service:
                 replays=money.replays,
             ),
             records=self._memory.records,
-            cache=CacheParts(
-                retention=Retention(self._operator),
-                quotes=Quotes(
-                    engine, meter, CacheSurvey(core.blocks, block_size) if core.blocks else None
-                ),
-                publisher=BlockPublisher(engine.call, block_size) if core.is_shared else None,
-            ),
             settings=WireSettings(
                 max_body_bytes=server.max_body_bytes,
                 cors_origins=server.cors_origins,
@@ -142,7 +137,8 @@ class Service:
             lifespan="on",
             timeout_graceful_shutdown=max(1, round(self._settings.server.drain)),
         )
-        self.core.start(self._settings.engine.chunk_tokens)
+        for each in self.servings:
+            each.core.start(self._settings.engine.chunk_tokens)
 
     def run(self, listener: socket.socket, on_ready: Callable[[str, str], None]) -> None:
         """Serves on `listener` until a signal comes. Call after `start`. Raises ConfigError if
@@ -157,7 +153,7 @@ class Service:
             asyncio.Runner(loop_factory=config.get_loop_factory()) as runner,
         ):
             runner.run(self._serve(http, listener))
-        if (failure := self.core.engine.failure) is not None:
+        if (failure := failure_of(self.servings)) is not None:
             raise EngineFailed(
                 f"the engine has failed, and the server ends so that it can be started again: "
                 f"{failure!r}"
@@ -167,7 +163,7 @@ class Service:
         """Stops the engine and flushes the tiers. The ledger's owner closes the ledger."""
         self._watch.closing = True
         started, cache = time.monotonic(), self.core.engine.stats().cache
-        unsaved = self.core.close()
+        unsaved = sum(each.core.close() for each in self.servings)
         self._encoders.close()
         self._memory.close()
         if cache.disk is None:
@@ -176,6 +172,36 @@ class Service:
             return
         elapsed_s = time.monotonic() - started
         logger.info(f"stopped; the tiers were flushed in {elapsed_s:.1f} s, {unsaved} blocks lost")
+
+    @property
+    def _models(self) -> Mapping[str, ServedModel]:
+        return {name: model for each in self.servings for name, model in each.models.items()}
+
+    def _operator_of(self, core: Backend, storage: StorageMeter | None) -> CacheOperator:
+        return CacheOperator(
+            core.engine.call,
+            core.blocks,
+            core.layout.block_size,
+            self._settings.server.data_dir,
+            self._money.books.signer,
+            storage,
+            forget=self._memory.forget,
+        )
+
+    def _engine_parts(self, serving: Serving, meter: LedgerMeter) -> EngineParts:
+        core, bounds = serving.core, self._settings.engine
+        engine, block_size = core.engine, core.layout.block_size
+        is_main = serving is self.main
+        survey = CacheSurvey(core.blocks, block_size) if core.blocks else None
+        return EngineParts(
+            engine=engine,
+            models=serving.models,
+            grammars=core.grammars,
+            queue=QueueBound(engine, max_wait_s=bounds.max_wait, max_in_flight=bounds.max_waiting),
+            retention=Retention(self._operator if is_main else self._operator_of(core, None)),
+            quotes=Quotes(engine, meter, survey),
+            publisher=BlockPublisher(engine.call, block_size) if core.is_shared else None,
+        )
 
     async def _serve(self, http: HttpServer, listener: socket.socket) -> None:
         watch = self._watch

@@ -63,6 +63,7 @@ class EngineUse:
     prompt_tokens: int
     hit_tokens: int
     errors: int
+    model: str = ""  # that clients name
 
 
 @dataclass(frozen=True, slots=True)

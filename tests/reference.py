@@ -5,6 +5,7 @@
 
 import sys
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -83,8 +84,7 @@ def _settings() -> str:
     defaults = Settings.model_validate({})
     rows = []
     for name, meaning in known_settings().items():
-        section, key = name.split(".")
-        value = shown(name, getattr(getattr(defaults, section), key))
+        value = shown(name, attrgetter(name)(defaults))
         value = "`~/.local/share/cachesvc`" if name == "server.data_dir" else f"`{value}`"
         rows.append((f"`{name}`", value, meaning, f"`{env_name(name)}`"))
     return table(("setting", "default", "meaning", "variable"), rows)

@@ -29,12 +29,16 @@ class QueueBound:
         self._max_wait_s = max_wait_s
         self._places = Shares(max_in_flight)
 
+    def wait_s(self, share: str, num_tokens: int = 0) -> float:
+        """How long a prompt of `num_tokens` would wait to begin."""
+        return self._engine.predicted_wait_s(share, num_tokens)
+
     def check_wait(self, share: str, num_tokens: int = 0) -> None:
         """Raises QueueTooLong if a prompt of `num_tokens` would wait longer than is allowed.
 
         It is called without tokens before the body is read, so that a refusal costs almost nothing.
         """
-        wait_s, bound_s = self._engine.predicted_wait_s(share, num_tokens), self._max_wait_s
+        wait_s, bound_s = self.wait_s(share, num_tokens), self._max_wait_s
         if wait_s <= bound_s:
             return
         retry_s = min(MAX_RETRY_S, max(1, math.ceil(wait_s - bound_s)))

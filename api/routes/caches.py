@@ -14,8 +14,8 @@ from api.admission import deliver
 from api.collaborators import Collaborators
 from api.context import arrive, authorised, wire_of
 from api.errors import CacheNotFound, Unsupported
-from api.job import Job, Kept
-from api.requests.retention import Retention
+from api.job import Kept
+from api.requests.retention import TenantPins
 from api.routes.completions import completion_job
 from api.routes.conversation import chat_of
 from api.shapes.caches import CacheChange, CacheFormat, NewCache, cache_document
@@ -30,19 +30,20 @@ router = APIRouter(prefix="/v1/caches", tags=["caches"])
 async def make_cache(request: Request) -> Response:
     """Keep `messages` or `prompt` for `ttl`. Replaces a cache of the same name."""
     arrival, body = await arrive(request, NewCache)
-    retention = arrival.wire.cache.retention
     name = body.checked_name() or f"cache-{uuid.uuid4().hex[:16]}"
     asked = body.request()
     if isinstance(asked, ChatBody):
         job = (await chat_of(arrival, asked)).job.only_prompt()
     else:
         job = await completion_job(arrival, asked)
-    kept = await _keep(retention, job, name, body.ttl)
+    pins = arrival.wire.inference.engine_of(job.model).retention.pins
+    prefix = job.chain(0, pins.block_size)
+    kept = await pins.keep(f"{job.tenant}:{name}", prefix, body.ttl, owner=job.tenant)
     try:
         wire_format = CacheFormat(cache_document(kept, job.model.name))
         return await deliver(arrival, job, asked.extension, wire_format)
     except BaseException:
-        retention.pins.release(kept.pin.name)
+        pins.release(kept.pin.name)
         raise
 
 
@@ -51,18 +52,16 @@ async def list_caches(request: Request) -> dict[str, Any]:
     """The tenant's caches, breakpoints and sessions."""
     principal = await authorised(request)
     wire = wire_of(request)
-    caches = [
-        _document(wire, principal, kept)
-        for kept in await wire.cache.retention.pins.of_owner(principal.tenant)
-    ]
-    return {"object": "list", "data": caches}
+    found = await _all(wire, principal)
+    return {"object": "list", "data": [_document(wire, principal, kept) for kept, _ in found]}
 
 
 @router.get("/{name}")
 async def show_cache(request: Request, name: str) -> dict[str, Any]:
     principal = await authorised(request)
     wire = wire_of(request)
-    return _document(wire, principal, await _found(wire, principal, name))
+    kept, _ = await _found(wire, principal, name)
+    return _document(wire, principal, kept)
 
 
 @router.patch("/{name}")
@@ -70,10 +69,10 @@ async def change_cache(request: Request, name: str) -> dict[str, Any]:
     """Set a cache to expire `ttl` from now."""
     arrival, body = await arrive(request, CacheChange)
     wire, principal = arrival.wire, arrival.principal
-    pin = (await _found(wire, principal, name)).pin
+    found, pins = await _found(wire, principal, name)
+    pin = found.pin
     if pin.kind.gives_way:
         raise Unsupported(f"'{name}' is a {pin.kind}: it lasts as its requests say.", param="ttl")
-    pins = wire.cache.retention.pins
     kept = await pins.keep(
         pin.name, KeyedPrefix(pin.scope, pin.keys), body.ttl, owner=principal.tenant
     )
@@ -85,22 +84,21 @@ async def delete_cache(request: Request, name: str) -> dict[str, Any]:
     """End a cache; its blocks may be evicted."""
     principal = await authorised(request)
     wire = wire_of(request)
-    kept = await _found(wire, principal, name)
-    await wire.cache.retention.pins.end(kept.pin.name, owner=principal.tenant)
+    kept, pins = await _found(wire, principal, name)
+    await pins.end(kept.pin.name, owner=principal.tenant)
     return {"id": kept.name, "object": "cache", "deleted": True}
 
 
-async def _keep(retention: Retention, job: Job, name: str, ttl_s: float) -> Kept:
-    """Pin the job's prompt. Raises CacheNotKept and CacheNotPaid."""
-    pins = retention.pins
-    prefix = job.chain(0, pins.block_size)
-    return await pins.keep(f"{job.tenant}:{name}", prefix, ttl_s, owner=job.tenant)
+async def _all(wire: Collaborators, principal: Principal) -> list[tuple[Kept, TenantPins]]:
+    """What the tenant keeps with each engine, and the pins that keep it."""
+    each = [engine.retention.pins for engine in wire.inference.engines]
+    return [(kept, pins) for pins in each for kept in await pins.of_owner(principal.tenant)]
 
 
-async def _found(wire: Collaborators, principal: Principal, name: str) -> Kept:
-    for kept in await wire.cache.retention.pins.of_owner(principal.tenant):
+async def _found(wire: Collaborators, principal: Principal, name: str) -> tuple[Kept, TenantPins]:
+    for kept, pins in await _all(wire, principal):
         if kept.name == name:
-            return kept
+            return kept, pins
     raise CacheNotFound(f"There is no cache '{name[:128]}', or it has expired.")
 
 

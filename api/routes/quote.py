@@ -19,7 +19,8 @@ async def quote(request: Request) -> dict[str, Any]:
     """Quotes the body of a chat (`messages`) or a completion (`prompt`) as it would be sent."""
     arrival, body = await arrive(request, QuoteBody, queues=True)
     job = await quoted_job(arrival, body)
-    return (await arrival.wire.cache.quotes.of(arrival.principal, job)).as_json()
+    quotes = arrival.wire.inference.engine_of(job.model).quotes
+    return (await quotes.of(arrival.principal, job)).as_json()
 
 
 async def quoted_job(arrival: Arrival, body: QuoteBody) -> Job:

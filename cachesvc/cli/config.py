@@ -9,7 +9,7 @@ from pydantic import BaseModel, SecretStr
 
 from cachesvc.cli.render import AsJson, print_json, print_table
 from cachesvc.config.quantities import format_duration, format_size, parse_duration, parse_size
-from cachesvc.config.settings import env_name, parser_of
+from cachesvc.config.settings import MODELS, env_name, parser_of
 from cachesvc.config.sources import Setting, load_settings, without_passwords
 from cachesvc.server.server_file import running_settings
 
@@ -65,6 +65,8 @@ def shown(name: str, value: Any) -> str:
     """A value as a user writes it, with passwords in URLs masked."""
     if isinstance(value, BaseModel):
         value = value.model_dump(exclude_defaults=True)
+    if name == MODELS and isinstance(value, list):
+        return "; ".join(shown(name, each) for each in value) or "-"
     if isinstance(value, dict):
         return ", ".join(f"{key}={shown(name, each)}" for key, each in value.items()) or "-"
     if isinstance(value, bool):
@@ -81,6 +83,8 @@ def shown(name: str, value: Any) -> str:
 
 def _as_json(row: Setting) -> dict[str, Any]:
     value = without_passwords(row.value) if isinstance(row.value, str) else row.value
+    if row.name == MODELS:
+        value = [each.model_dump(mode="json") for each in row.value]  # masks their keys
     if isinstance(value, BaseModel):
         value = value.model_dump()
     if isinstance(value, SecretStr):

@@ -135,10 +135,12 @@ def _announce(
 ) -> None:
     """Prints the server's address and, on a terminal only, a login link for the dashboard."""
     tiers = ", ".join(filter(None, (_tier(name, asked, settings.cache) for name in TIERS)))
-    if settings.engine.urls:
-        tiers = f"computed at {', '.join(settings.engine.urls)}"
+    each = settings.each()
+    if all(one.engine.urls for one in each):
+        tiers = f"computed at {', '.join(url for one in each for url in one.engine.urls)}"
+    names = ", ".join(one.model.client_name for one in each)
     logger.info(
-        f"cachesvc {cachesvc.__version__} serves {settings.model.name} on {url} "
+        f"cachesvc {cachesvc.__version__} serves {names} on {url} "
         f"({tiers}; data in {settings.server.data_dir})"
     )
     took = ", ".join(f"{phase} {seconds(took_s)}" for phase, took_s in startup.took_s.items())

@@ -153,16 +153,24 @@ class ModelSection(Section):
             "batch-invariant mode"
         ),
     )
+    served_as: str = Field(
+        "", description="Name that clients use, and that has a price; empty is the model's own"
+    )
     adapters: dict[str, str] = Field(
         default_factory=dict,
         description="LoRA adapters: the name clients use, and a folder or hub id",
     )
 
+    @property
+    def client_name(self) -> str:
+        return self.served_as or self.name
+
     @field_validator("adapters")
     @classmethod
     def _names_differ(cls, adapters: dict[str, str], info: ValidationInfo) -> dict[str, str]:
         for name in adapters:
-            if not name.strip() or not name.isprintable() or name == info.data.get("name"):
+            taken = info.data.get("served_as") or info.data.get("name")
+            if not name.strip() or not name.isprintable() or name == taken:
                 raise ValueError(
                     f"an adapter needs a name other than the model's; {name!r} cannot be used"
                 )
@@ -227,19 +235,32 @@ class CacheSection(Section):
     )
 
 
+Backend = Annotated[str | list[str], AfterValidator(engines)]
+EngineKey = Annotated[SecretStr, AfterValidator(fit_for_a_header)]
+VllmArguments = dict[str, str | int | float | bool]
+
+
+class ModelTable(ModelSection):
+    """One of several models on one port, with its engine."""
+
+    engine: Backend = "embedded"
+    key: EngineKey = SecretStr("")
+    vllm: VllmArguments = Field(default_factory=dict)
+
+
 class EngineSection(Section):
-    backend: Annotated[str | list[str], AfterValidator(engines)] = Field(
+    backend: Backend = Field(
         "embedded",
         description="Engine: embedded, vllm with a cachesvc node below it, or the URL of a vLLM or "
         "SGLang that runs, such as http://10.0.0.5:8000; openai+http://10.0.0.5:8000 passes "
         "requests on as they are, to any endpoint that speaks their protocol; or several URLs of "
         "one model",
     )
-    key: Annotated[SecretStr, AfterValidator(fit_for_a_header)] = Field(
+    key: EngineKey = Field(
         SecretStr(""),
         description="Key that engines at URLs ask for. Better in the environment than in the file",
     )
-    vllm: dict[str, str | int | float | bool] = Field(
+    vllm: VllmArguments = Field(
         default_factory=dict,
         description="Arguments for vLLM, such as tensor-parallel-size; or use --vllm.NAME VALUE",
     )

@@ -10,6 +10,7 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ from pydantic_settings import EnvSettingsSource, SettingsError
 from api.format import plain
 from cachesvc.config.errors import ConfigError, WrongOption
 from cachesvc.config.places import ENV_PREFIX
-from cachesvc.config.settings import Settings, env_name, known_settings
+from cachesvc.config.settings import MODELS, Settings, env_name, known_settings
 
+_OF_ONE = frozenset({"engine.backend", "engine.key", "engine.vllm"})
 FLAG = "flag"  # the origin of an option of the command line
 ENV_CONFIG = "CACHESVC_CONFIG"  # names the file, as --config does
 SECRETS = frozenset({"engine.key"})  # shown nowhere
@@ -44,8 +46,7 @@ class LoadedSettings:
 
     def rows(self) -> Iterator[Setting]:
         for name, help_text in known_settings().items():
-            section, key = name.split(".")
-            value = getattr(getattr(self.settings, section), key)
+            value = attrgetter(name)(self.settings)
             yield Setting(name, value, self.origins.get(name, "default"), help_text)
 
 
@@ -62,11 +63,15 @@ def load_settings(
     layers.append(_env_layer())
     layers.append({name: (value, FLAG) for name, value in given.items()})
     merged = {name: entry for layer in layers for name, entry in layer.items()}
-    nested: dict[str, dict[str, Any]] = {}
-    for name, (value, _) in merged.items():
-        section, key = name.split(".")
-        nested.setdefault(section, {})[key] = value
     origins = {name: origin for name, (_, origin) in merged.items()}
+    _refuse_both(origins)
+    nested: dict[str, Any] = {}
+    for name, (value, _) in merged.items():
+        section, _, key = name.partition(".")
+        if key:
+            nested.setdefault(section, {})[key] = value
+        else:
+            nested[section] = value
     try:
         return LoadedSettings(Settings.model_validate(nested), origins)
     except ValidationError as error:
@@ -76,6 +81,17 @@ def load_settings(
 
 
 _Layer = dict[str, tuple[Any, str]]
+
+
+def _refuse_both(origins: Mapping[str, str]) -> None:
+    """Refuses settings of the one model beside a list of models."""
+    of_one = (name for name in origins if name.startswith("model.") or name in _OF_ONE)
+    if MODELS in origins and (name := next(of_one, None)):
+        raise ConfigError(
+            f"{name} (from {origins[name]}) is of one model, and [[models]] "
+            f"(from {origins[MODELS]}) lists several: give it there, to the model that it is for"
+        )
+
 
 REMOVED = {
     **dict.fromkeys(
@@ -154,6 +170,9 @@ def _file_layer(path: Path) -> _Layer:
         raise ConfigError(f"the config file {path} is not valid TOML: {error}") from None
     layer: _Layer = {}
     for section, table in tables.items():
+        if section == MODELS:
+            layer[MODELS] = (table, str(path))
+            continue
         gone = section not in Settings.model_fields
         if not gone and not isinstance(table, dict):
             raise ConfigError(
@@ -192,7 +211,8 @@ def _env_layer() -> _Layer:
         values = EnvSettingsSource(Settings)()
     except SettingsError as error:
         raise ConfigError(f"{error}: write a setting with several values as JSON") from None
-    return {
+    listed = {MODELS: (values.pop(MODELS), f"env {env_name(MODELS)}")} if MODELS in values else {}
+    return listed | {
         f"{section}.{key}": (value, f"env {env_name(f'{section}.{key}')}")
         for section, table in values.items()
         for key, value in table.items()
@@ -214,12 +234,20 @@ def _unknown(name: str, origin: str, known: Mapping[str, Any]) -> str:
 def _explain(error: ValidationError, origins: Mapping[str, str]) -> str:
     first = error.errors()[0]
     name = ".".join(map(str, first["loc"][:2]))
-    inside = "".join(f"{part}: " for part in first["loc"][2:])  # the path inside a table
-    message = inside + plain(first["msg"])
-    value, message = without_passwords(repr(first["input"])), without_passwords(message)
-    if name in SECRETS:
-        value = "***"
-    return f"{name} = {value} (from {origins.get(name, 'default')}): {message}"
+    path = first["loc"][2:]
+    if first["loc"][0] == MODELS:
+        name, path = (
+            MODELS,
+            tuple(f"table {n + 1}" if type(n) is int else n for n in first["loc"][1:]),
+        )
+    inside = "".join(f"{part}: " for part in path)
+    message = without_passwords(inside + plain(first["msg"]))
+    value = f" = {without_passwords(repr(first['input']))}"
+    if name in SECRETS or "key" in path:
+        value = " = ***"
+    if path == () and name == MODELS:  # with all that is in them
+        value = ""
+    return f"{name}{value} (from {origins.get(name, 'default')}): {message}"
 
 
 def without_passwords(text: str) -> str:

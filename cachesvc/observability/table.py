@@ -138,13 +138,21 @@ ENGINE = (
     ),
     counter("jumped_tokens", "jumped_tokens", "Generated tokens that a grammar forced"),
 )
-# Of an engine at a URL, which is the first label of each.
+# Of an engine at a URL, which is the first label of each, and of the model that it computes.
 ENGINES = (
-    gauge("engine_up", "is_up", "1 while an engine at a URL answers", "engine"),
-    gauge("engine_requests", "num_in_flight", "Requests in flight at the engine", "engine"),
-    counter("engine_prompt_tokens", "prompt_tokens", "Prompt tokens of answers begun", "engine"),
-    counter("engine_hit_tokens", "hit_tokens", "Those of them that it had cached", "engine"),
-    counter("engine_errors", "errors", "Requests that met a fault of the engine", "engine"),
+    gauge("engine_up", "is_up", "1 while an engine at a URL answers", "engine", "model"),
+    gauge(
+        "engine_requests", "num_in_flight", "Requests in flight at the engine", "engine", "model"
+    ),
+    counter(
+        "engine_prompt_tokens", "prompt_tokens", "Prompt tokens of answers begun", "engine", "model"
+    ),
+    counter(
+        "engine_hit_tokens", "hit_tokens", "Those of them that it had cached", "engine", "model"
+    ),
+    counter(
+        "engine_errors", "errors", "Requests that met a fault of the engine", "engine", "model"
+    ),
 )
 # Of a tier, which is the first label of each.
 TIER = (
@@ -334,7 +342,7 @@ def samples(now: Sources) -> Iterator[MetricSample]:
     yield from _samples(SERVER, now)
     yield from _samples(ENGINE, engine)
     for each in engine.engines:
-        yield from _samples(ENGINES, each, each.url)
+        yield from _samples(ENGINES, each, each.url, each.model)
     for tier in _tiers(cache):
         yield from _samples(TIER, tier, tier.name)
         yield from _samples(DISK, tier)

@@ -5,7 +5,7 @@ Used by the server and by `cachesvc bench`. `engine.composition` joins the parts
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -73,6 +73,13 @@ def prepare(settings: Settings, progress: Progress | None = None) -> tuple[Setti
     sized = _sized(settings, loaded.device)
     warn_of_limit(of_server(sized.cache, on_gpu=loaded.device != "cpu"))
     return sized, over(loaded, sized)
+
+
+def prepare_each(
+    each: Sequence[Settings], progress: Progress | None = None
+) -> list[tuple[Settings, MakeBackend]]:
+    """The same for each of several models."""
+    return [prepare(one, progress) for one in each]
 
 
 def _passes(engine: EngineSection) -> bool:

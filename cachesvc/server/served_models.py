@@ -1,21 +1,48 @@
 """The models that clients may name: the loaded one, and one for each of its adapters."""
 
 import time
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import cachesvc
 from api.served_model import ServedModel
+from cachesvc.config.sections import ModelSection
 from cachesvc.server.backend import Backend
+from engine.engine import EngineStats
 
 CONTENTS = ("weights", "tokenizer", "adapter", "layout", "arithmetic")  # of a scope, as digests
 
 
-def served_models(core: Backend, exact: str) -> Mapping[str, ServedModel]:
-    """By name, the loaded model first. `exact` is the setting of that name."""
-    loaded = core.loaded
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """An engine, and the models that it computes, by name: the loaded one first."""
+
+    core: Backend
+    models: Mapping[str, ServedModel]
+
+    @property
+    def name(self) -> str:
+        return next(iter(self.models))
+
+
+def stats_of(main: Serving, each: Sequence[Serving]) -> EngineStats:
+    """What all engines do, over the cache of the main one."""
+    stats = {serving.name: serving.core.engine.stats() for serving in each}
+    return replace(
+        stats[main.name],
+        num_running=sum(one.num_running for one in stats.values()),
+        num_waiting=sum(one.num_waiting for one in stats.values()),
+        engines=tuple(
+            replace(use, model=name) for name, one in stats.items() for use in one.engines
+        ),
+    )
+
+
+def served_models(core: Backend, settings: ModelSection) -> Mapping[str, ServedModel]:
+    """By name, the loaded model first."""
+    loaded, exact = core.loaded, settings.exact
     model = ServedModel(
-        name=loaded.name,
+        name=settings.client_name,
         tokenizer=loaded.tokenizer,
         detokenizer=core.detokenizer,
         scope=core.scope,

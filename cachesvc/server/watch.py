@@ -6,15 +6,18 @@ Event loop only, but for what metrics observe.
 import asyncio
 import itertools
 import logging
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 from api.collaborators import Readiness
 from billing.errors import BillingError
 from cachesvc.observability.latency import Latencies
 from cachesvc.observability.metrics import Metrics
 from cachesvc.observability.snapshot import Sources
-from cachesvc.server.backend import Backend
 from cachesvc.server.http import HttpServer
 from cachesvc.server.money import Money
+from cachesvc.server.served_models import Serving, stats_of
 from cachesvc.server.spare_memory import SpareMemory
 from tiers.tier import TierStats
 
@@ -26,41 +29,57 @@ MONEY_S = 10.0  # interval of checks on holds and balances
 AUDIT_EVERY = 360  # of these checks, one proves the whole ledger
 
 
+def failure_of(each: Sequence[Serving]) -> BaseException | None:
+    """Why an engine has died; None while all live."""
+    failures = (serving.core.engine.failure for serving in each)
+    return next((failure for failure in failures if failure is not None), None)
+
+
 class ServerWatch:
     """`sources` is the current state, for metrics and dashboard."""
 
-    def __init__(self, core: Backend, money: Money) -> None:
-        self._core, self._money = core, money
+    def __init__(self, main: Serving, each: Sequence[Serving], money: Money) -> None:
+        self._core, self._each, self._money = main.core, each, money
         self._violations = {"blocks": 0, "ledger": 0}
         self._spare_memory = SpareMemory()
         self.closing = False  # no request is taken any more
         self.latencies = Latencies()
         self.sources = Sources(
-            engine=core.engine.stats,
+            engine=partial(stats_of, main, each),
             money=money.stats,
             violations=lambda: self._violations,
-            model=core.loaded.name,
+            model=main.name,
         )
         self.metrics = Metrics(self.sources, self.latencies)
 
     def readiness(self) -> Readiness:
-        stats = self._core.engine.stats()
+        """Requests are served while an engine of any model answers; `models` names those whose do
+        not."""
         if self.closing:
             return Readiness(False, "the server is shutting down")
-        if stats.failed:
-            return Readiness(False, f"the engine has failed: {stats.failed}", alive=False)
-        if stats.are_away:
+        each = {one.name: one.core.engine.stats() for one in self._each}
+        if failed := next((stats.failed for stats in each.values() if stats.failed), None):
+            return Readiness(False, f"the engine has failed: {failed}", alive=False)
+        away = [name for name, stats in each.items() if stats.are_away]
+        if len(away) == len(each):
             return Readiness(False, "no engine of the model answers")
         if refused := self._money.books.ledger.refuses:
             return Readiness(False, refused)
-        detail = {"running": stats.num_running, "waiting": stats.num_waiting}
-        disk = stats.cache.disk
+        detail: dict[str, Any] = {
+            "running": sum(stats.num_running for stats in each.values()),
+            "waiting": sum(stats.num_waiting for stats in each.values()),
+        }
+        if len(each) > 1:
+            detail["models"] = {
+                name: "no engine of the model answers" if name in away else "ready" for name in each
+            }
+        disk = self._core.engine.stats().cache.disk
         limited = {"limited": [disk.limit]} if disk is not None and disk.limit else {}
         return Readiness(True, "", detail | limited | _degraded(disk))
 
     async def engine(self, http: HttpServer) -> None:
-        """Ends the server if its engine has died, so that the supervisor restarts it."""
-        while self._core.engine.failure is None:  # noqa: ASYNC110 - its thread knows no loop
+        """Ends the server if an engine has died, so that the supervisor restarts it."""
+        while failure_of(self._each) is None:  # noqa: ASYNC110 - its thread knows no loop
             await asyncio.sleep(WATCH_S)
         http.should_exit = True
 

@@ -105,8 +105,12 @@ def alarms(reading: Reading) -> list[str]:
     if stats["engine"].get("failed"):
         problems.append(f"the engine has failed: {stats['engine']['failed']}")
     engines = stats["engine"].get("engines", ())
-    if engines and not any(each["is_up"] for each in engines):
-        problems.append("no engine of the model answers: see ops/runbooks/engine-down.md")
+    up = {each["model"] for each in engines if each["is_up"]}
+    problems += [
+        f"no engine of {model} answers: see ops/runbooks/engine-down.md"
+        for model in dict.fromkeys(each["model"] for each in engines)
+        if model not in up
+    ]
     if stats["money"]["drift_units"]:
         problems.append("balances do not sum to the ledger: see ops/runbooks/ledger-drift.md")
     for name, count in stats["violations"].items():

@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx
 
+from cachesvc.config.settings import main_of
 from cachesvc.config.sources import load_settings
 from cachesvc.server import compute
 from cachesvc.server.listen import make_data_dir
@@ -16,13 +17,15 @@ from tiers.telemetry.events import EventStream
 
 
 @contextlib.contextmanager
-def real_service(data_dir: Path, model: Path, **more: Any) -> Iterator[tuple[Service, Any, Money]]:
-    """The service, its app and its ledger. `more` settings go by section_name."""
+def real_service(
+    data_dir: Path, model: Path | None, **more: Any
+) -> Iterator[tuple[Service, Any, Money]]:
+    """The service, its app and its ledger. `more` settings go by section_name. Without a model,
+    `models` lists several."""
     settings = load_settings(
         {
             "server.data_dir": data_dir,
-            "model.name": str(model),
-            "model.device": "cpu",
+            **({"model.name": str(model), "model.device": "cpu"} if model else {}),
             "cache.block_size": 16,
             "cache.device_bytes": 8 << 20,
             "cache.host_bytes": 8 << 20,
@@ -32,16 +35,19 @@ def real_service(data_dir: Path, model: Path, **more: Any) -> Iterator[tuple[Ser
     ).settings
     make_data_dir(data_dir)
     with contextlib.closing(open_money(settings)) as money:
-        settings, make_backend = compute.prepare(settings)
-        with contextlib.closing(Service(settings, make_backend, money, EventStream())) as service:
+        each = settings.each()
+        main = main_of(each)
+        makers = compute.prepare_each(each)
+        with contextlib.closing(Service(makers, main, money, EventStream())) as service:
             app = service.app(money.start(service.metrics.observe_bill))
-            service.core.start(64)
+            for serving in service.servings:
+                serving.core.start(64)
             yield service, app, money
 
 
 @contextlib.asynccontextmanager
 async def served(
-    data_dir: Path, model: Path, **more: Any
+    data_dir: Path, model: Path | None, **more: Any
 ) -> AsyncIterator[tuple[Service, httpx.AsyncClient]]:
     """The same with a client of it."""
     with real_service(data_dir, model, **more) as (service, app, _):

@@ -189,11 +189,13 @@ async def test_what_fails_before_its_first_token_is_tried_once_on_another_engine
         text = (await client.get("/metrics")).text
         values = {"up": 1, "requests": 0, "prompt_tokens_total": 40, "hit_tokens_total": 32}
         for name, value in {**values, "errors_total": 1}.items():
-            assert f'cachesvc_engine_{name}{{engine="{other.url}"}} {value}.0' in text
-        assert f'cachesvc_engine_errors_total{{engine="{engine.url}"}} 2.0' in text
+            assert f'cachesvc_engine_{name}{{engine="{other.url}",model="tiny"}} {value}.0' in text
+        assert f'cachesvc_engine_errors_total{{engine="{engine.url}",model="tiny"}} 2.0' in text
         headers = {"authorization": f"Bearer {service.dashboard.parts.operator_token}"}
         page = (await client.get("/admin", headers=headers)).text
-        assert f"<td>{other.url}</td><td>up</td><td>0</td><td>80 %</td><td>1</td>" in page
+        assert (
+            f"<td>{other.url}</td><td>tiny</td><td>up</td><td>0</td><td>80 %</td><td>1</td>" in page
+        )
 
 
 async def test_what_fails_after_its_first_token_is_tried_nowhere_else(

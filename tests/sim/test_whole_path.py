@@ -157,16 +157,19 @@ class Life:
         limits = LimitSettings(tenants={"bolt": FEW})
         house = self.bank.house
         house.engine.close()
+        parts = replace(
+            house.wire.inference.engines[0],
+            engine=self.engine,
+            grammars=Grammars(),
+            queue=QueueBound(self.engine, max_in_flight=chance.choice((8, 1024))),
+        )
         wire = replace(
             house.wire,
             access=replace(
                 house.wire.access,
-                queue=QueueBound(self.engine, max_in_flight=chance.choice((8, 1024))),
                 limits=WindowLimits(limits, open_storage("memory://"), self.places),
             ),
-            inference=replace(
-                house.wire.inference, engine=self.engine, bridge=bridge, grammars=Grammars()
-            ),
+            inference=replace(house.wire.inference, engines=[parts], bridge=bridge),
             settings=replace(
                 house.wire.settings,
                 write_timeout_s=0.1,

@@ -19,8 +19,8 @@ from api.access.rate_limits import LimitSettings, WindowLimits, open_limits
 from api.collaborators import (
     Access,
     Bookkeeping,
-    CacheParts,
     Collaborators,
+    EngineParts,
     Inference,
     Readiness,
     Records,
@@ -440,20 +440,21 @@ def fake_house(
     bridge = OutputBridge()
     engine = ScriptedEngine(bridge.deliver)
     counting = CountingMeter()
+    parts = EngineParts(
+        engine=engine,
+        models={model.name: model for model in models or (byte_model(),)},
+        grammars=grammars or cast(Any, None),
+        queue=QueueBound(engine, max_in_flight=max_in_flight),
+        retention=retention or cast(Any, _KeepsNothing()),
+        quotes=Quotes(engine, meter or counting, survey or _nowhere),
+    )
     wire = Collaborators(
         access=Access(
             gatekeeper=gatekeeper or OpenGate(),
             salts=salts or Salts(b"secret of the tests"),
             limits=limits or open_limits(LimitSettings(), "memory://"),
-            queue=QueueBound(engine, max_in_flight=max_in_flight),
         ),
-        inference=Inference(
-            engine=engine,
-            bridge=bridge,
-            models={model.name: model for model in models or (byte_model(),)},
-            encoders=encoder_pool(),
-            grammars=grammars or cast(Any, None),
-        ),
+        inference=Inference(engines=[parts], bridge=bridge, encoders=encoder_pool()),
         books=Bookkeeping(
             meter=meter or counting,
             balances=balances,
@@ -462,10 +463,6 @@ def fake_house(
             replays=replays or cast(Any, None),
         ),
         records=Records(journal=journal or Journal(), conversations=Conversations(100_000)),
-        cache=CacheParts(
-            retention=retention or cast(Any, _KeepsNothing()),
-            quotes=Quotes(engine, meter or counting, survey or _nowhere),
-        ),
         settings=settings or WireSettings(),
         readiness=lambda: Readiness(ready=True),
         render_metrics=lambda: (b"# none\n", "text/plain; version=0.0.4"),

@@ -12,7 +12,7 @@ from cachesvc.config.errors import ConfigError
 from cachesvc.config.idle import idle_settings
 from cachesvc.config.places import default_data_dir
 from cachesvc.config.quantities import format_duration, format_size, parse_duration, parse_size
-from cachesvc.config.settings import Settings, env_name, known_settings
+from cachesvc.config.settings import Settings, env_name, known_settings, main_of
 from cachesvc.config.sources import REMOVED, load_settings
 
 
@@ -199,12 +199,63 @@ def test_where_events_go_is_an_address_or_a_table(tmp_path, monkeypatch):
         ("[server]\nport = 'redis:/:ge/heim@host'\n", r"redis:/:\*\*\*@host"),
         ("[cache]\nwrite_policy = 'redis://me:geheim@host/0'\n", r"redis://me:\*\*\*@host/0"),
         ("[engine]\nkey = 'geheim und lang'\n", r"engine.key = \*\*\* .*: a key has no spaces"),
+        ("[[models]]\nkey = 'geheim und lang'\n", r"models = \*\*\* .*table 1: key: a key has no"),
+        (
+            "[[models]]\nname = 'a'\n[[models]]\nname = 'a'\nkey = 'geheim'\n",
+            r"models \(from .*two models are called 'a'",
+        ),
     ],
 )
 def test_an_error_masks_a_password_or_key(tmp_path, text, shown):
     with pytest.raises(ConfigError, match=shown) as raised:
         load_settings(config_file=write(tmp_path, text))
     assert "heim" not in str(raised.value)
+
+
+def test_each_of_several_models_has_its_own_settings_and_the_rest_of_the_file(tmp_path):
+    text = """
+        engine.max_waiting = 7
+        [[models]]
+        name = "a"
+        engine = "http://a:1"
+        key = "geheim"
+        [[models]]
+        name = "/models/b"
+        served_as = "b"
+        dtype = "bfloat16"
+    """
+    loaded = load_settings(config_file=write(tmp_path, text))
+    first, second = loaded.settings.each()
+    assert (["http://a:1"], "geheim") == (first.engine.urls, first.engine.key.get_secret_value())
+    assert ("a", "b") == (first.model.client_name, second.model.client_name)
+    assert ("embedded", "bfloat16") == (second.engine.backend, second.model.dtype)
+    assert 7 == first.engine.max_waiting == second.engine.max_waiting
+    assert 1 == main_of([first, second]), "the tiers are those of the engine here"
+    assert ([], []) == (list(idle_settings(first)), list(idle_settings(second)))
+    [row] = [row for row in loaded.rows() if row.name == "models"]
+    told = shown(row.name, row.value)
+    assert "name=a, engine=http://a:1" in told and "geheim" not in told
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[[models]]\nname = 'a'\nsize = 1\n", "models = 1 .*table 1: size: Extra"),
+        ("[[models]]\nengine = 'ftp://a'\n", "table 1: engine: 'ftp://a' is no engine"),
+        (
+            "[[models]]\nname = 'a'\n[[models]]\nname = 'b'\nengine = 'vllm'\n",
+            "one server has one engine of its own",
+        ),
+        (
+            "model.name = 'b'\n[[models]]\nname = 'a'\n",
+            r"model.name \(from .*is of one model, and \[\[models\]\] .*give it there",
+        ),
+        ("engine.key = 'k'\n[[models]]\nname = 'a'\n", "engine.key .*is of one model"),
+    ],
+)
+def test_a_list_of_models_that_cannot_be_served_is_refused(tmp_path, text, message):
+    with pytest.raises(ConfigError, match=message):
+        load_settings(config_file=write(tmp_path, text))
 
 
 def test_settings_that_the_chosen_engine_does_not_read_are_named():
@@ -221,9 +272,16 @@ def test_settings_that_the_chosen_engine_does_not_read_are_named():
 
     assert ["cache.block_size", "cache.host_bytes"] == named("url", sizes)
     assert ["cache.block_size"] == named("vllm", sizes)
-    assert [] == named("embedded", everything)
+    assert ["engine.key", "engine.vllm", "engine.node"] == named("embedded", everything)
     read = {f"{section}.{name}" for section, table in everything.items() for name in table}
-    by_url = {"model.name", "model.exact", "model.adapters", "engine.backend", "engine.vllm"}
+    by_url = {
+        "model.name",
+        "model.served_as",
+        "model.exact",
+        "model.adapters",
+        "engine.backend",
+        "engine.vllm",
+    }
     assert by_url | {"engine.key", "engine.max_waiting", "engine.max_wait"} == read - set(
         named("url", everything)
     )

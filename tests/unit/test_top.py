@@ -197,13 +197,13 @@ def test_at_80_columns_every_percentile_is_seen():
 
 
 def test_engines_at_urls_are_shown_and_an_alarm_tells_that_none_answers():
-    use = {"url": "http://a:1", "is_up": False, "num_in_flight": 3, "errors": 2}
+    use = {"model": "big", "url": "http://a:1", "is_up": False, "num_in_flight": 3, "errors": 2}
     uses = [use | {"prompt_tokens": 40, "hit_tokens": 30}, {**use, "prompt_tokens": 0}]
     now = reading()
     now = replace(now, stats={**now.stats, "engine": now.stats["engine"] | {"engines": uses}})
     first, second = (line for line in model.summary(now) if "http" in line)
     assert first.endswith("DOWN  in flight 3  hits 75%  errors 2") and "hits -" in second
-    assert any("no engine" in problem for problem in model.alarms(now))
+    assert any("no engine of big answers" in problem for problem in model.alarms(now))
     assert not any("no engine" in problem for problem in model.alarms(reading()))
 
 

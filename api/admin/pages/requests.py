@@ -10,10 +10,12 @@ from api.admin.login.sessions import Admin
 from api.admin.pages.base import render
 from api.admin.pages.filters import Asked, Filter, choices_of
 from api.admin.parts import add_audit_entry, parts_of
+from api.context import wire_of
 from api.errors import RequestNotFound, Unsupported
 from api.journal.documents import details, summary
 from api.journal.journal import RequestRecord
 from api.journal.why import MissFinding, ReasonKind, why
+from api.served_model import find_model
 
 router = APIRouter(tags=["admin: requests"])
 
@@ -82,12 +84,13 @@ async def request_page(request: Request, request_id: str, admin: MayRead) -> Res
 @router.post("/admin/requests/{request_id}/prompt", include_in_schema=False)
 async def prompt_page(request: Request, request_id: str, admin: MayChange) -> Response:
     """The prompt's text, if the operator keeps prompts. Leaves an audit entry."""
-    record, parts = _found(request, request_id), parts_of(request)
+    record = _found(request, request_id)
     if not record.prompts:
         raise Unsupported("This server keeps no prompts; `journal.keep_prompts` would.")
     why = "read its prompt"
     await add_audit_entry(request, admin.name, "request.read", record.request_id, why=why)
-    texts = [parts.decode(tokens) for tokens in record.prompts]
+    model = find_model(wire_of(request).inference.models, record.model)
+    texts = [model.tokenizer.decode(tokens) for tokens in record.prompts]
     return await _show(request, admin, record, texts)
 
 

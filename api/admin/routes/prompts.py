@@ -131,7 +131,8 @@ async def quote(request: Request, body: ExplainedPrompt, _: MayChange) -> dict[s
     tenant = await must_exist(request, body.tenant)
     principal = Principal(body.tenant, currency=tenant.currency)
     job = await _job(request, principal, body.request)
-    return (await wire_of(request).cache.quotes.of(principal, job)).as_json()
+    quotes = wire_of(request).inference.engine_of(job.model).quotes
+    return (await quotes.of(principal, job)).as_json()
 
 
 @router.post("/cache/diff", tags=["admin: cache"])

@@ -1,0 +1,154 @@
+"""Several models on one port, each with an engine of its own: here, at a URL, behind a relay."""
+
+import asyncio
+from collections import Counter
+from contextlib import asynccontextmanager
+
+import pytest
+
+from billing.gate.entries import Kind
+from billing.gate.holds import decode_request
+from billing.store import reports
+from engine.models.describe import describe_folder
+from engine.remote.find import PROBE
+from tests.api.real_service import served as serving
+from tests.support.models import save_tiny_model
+from tests.support.remote_engine import (
+    DONE,
+    RemoteEngineServer,
+    served,
+    vllm_about,
+    vllm_chunk,
+    vllm_usage,
+)
+from tests.support.upstream import CHAT, WAIT, WHOLE, UpstreamServer, body, compact, stream_of
+
+pytestmark = pytest.mark.anyio
+COMPLETIONS = "/v1/completions"
+PROMPT = "x" * 40  # a token each
+NAMES = ["small", "there", "one", "two"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    save_tiny_model(folder)
+    return folder
+
+
+@pytest.fixture
+def engine(folder, tmp_path):
+    spoken = describe_folder(str(folder), tmp_path)
+    about = vllm_about(spoken.tokenizer.encode(PROBE).tolist(), str(folder))
+    with served(RemoteEngineServer(about, COMPLETIONS)) as server:
+        server.script = [vllm_chunk([72]), vllm_chunk([105], "stop"), vllm_usage(40, 32), DONE]
+        yield server
+
+
+@pytest.fixture
+def up():
+    with served(UpstreamServer()) as server:
+        assert isinstance(server, UpstreamServer)
+        server.cards = [{"id": f"inner-{n}", "max_model_len": 4000} for n in ("one", "two")]
+        server.script = {CHAT: stream_of(CHAT)}
+        server.whole = {CHAT: compact(WHOLE[CHAT])}
+        yield server
+
+
+@pytest.fixture
+def start(folder, engine, up, tmp_path):
+    @asynccontextmanager
+    async def start(**more):
+        relay = {"engine": f"openai+{up.url}", "key": "sk-inside"}
+        models = [
+            {"name": str(folder), "served_as": "small", "device": "cpu"},
+            {"name": str(folder), "served_as": "there", "engine": engine.url},
+            {"name": "inner-one", "served_as": "one", **relay},
+            {"name": "inner-two", "served_as": "two", **relay},
+        ]
+        async with serving(tmp_path / "data", None, models=models, **more) as pair:
+            yield pair
+
+    return start
+
+
+def completion(model):
+    return {"model": model, "prompt": PROMPT, "max_tokens": 2, "temperature": 0}
+
+
+async def test_each_model_is_served_by_its_own_engine_and_charged_under_its_name(start, engine, up):
+    async with start() as (service, client):
+        cards = (await client.get("/v1/models")).json()["data"]
+        assert NAMES == [card["id"] for card in cards]
+        assert [4000, 4000] == [card["context_length"] for card in cards[2:]]
+        assert all(card["pricing"]["prompt"] for card in cards)
+        for model in ("small", "there", "small"):
+            answer = await client.post(COMPLETIONS, json=completion(model))
+            assert (200, model) == (answer.status_code, answer.json()["model"])
+        for model in ("one", "two"):
+            assert 200 == (await client.post(CHAT, json=body(CHAT, model=model))).status_code
+        assert ["inner-one", "inner-two"] == [asked["model"] for _, _, asked in up.asked]
+        assert 1 == len(engine.asked)
+        with service._money.books.store.reading() as connection:
+            charges = [
+                (decode_request(entry.body)[0].model, entry.details["usage"].get("hit_device", 0))
+                for entry in reports.stream_entries(connection, "default")
+                if entry.kind is Kind.CHARGE
+            ]
+        assert charges == [("small", 0), ("there", 32), ("small", 39), ("one", 64), ("two", 64)]
+        unknown = await client.post(COMPLETIONS, json=completion("inner-one"))
+        assert 404 == unknown.status_code
+        assert "served: 'small', 'there', 'one', 'two'" in unknown.text
+
+
+async def test_what_only_blocks_here_allow_is_refused_for_the_other_models(start):
+    async with start() as (_, client):
+        kept = {"prompt": PROMPT, "ttl": "1h"}
+        answer = await client.post("/v1/caches", json={**kept, "model": "small", "name": "mine"})
+        assert 200 == answer.status_code, answer.text
+        elsewhere = await client.post("/v1/caches", json={**kept, "model": "there"})
+        assert 400 <= elsewhere.status_code < 500
+        assert "cannot be kept" in elsewhere.text
+        [cache] = (await client.get("/v1/caches")).json()["data"]
+        assert ("mine", "small") == (cache["id"], cache["model"])
+        assert 200 == (await client.delete("/v1/caches/mine")).status_code
+        for model, hits in (("small", 32), ("there", 0)):
+            quote = await client.post("/v1/cache/quote", json=completion(model))
+            assert hits == quote.json()["hit_tokens"], quote.text
+
+
+async def test_an_engine_that_is_down_or_full_is_its_own_models_alone(start, engine, up):
+    async with start(engine_max_waiting=4) as (service, client):  # three for one tenant
+        up.script = {CHAT: [WAIT, *stream_of(CHAT)]}
+        slow = [
+            asyncio.create_task(client.post(CHAT, json=body(CHAT, model="one", stream=True)))
+            for _ in range(3)
+        ]
+        while len(up.asked) < 3:
+            await asyncio.sleep(0.005)
+        assert 503 == (await client.post(CHAT, json=body(CHAT, model="one"))).status_code
+        assert 200 == (await client.post(COMPLETIONS, json=completion("small"))).status_code
+        up.go.set()
+        assert {200} == {answer.status_code for answer in await asyncio.gather(*slow)}
+        engine.status = 500
+        while "ready" == (await client.get("/health/ready")).json()["models"]["there"]:
+            await client.post(COMPLETIONS, json=completion("there"))
+        ready = await client.get("/health/ready")
+        assert 200 == ready.status_code
+        others = {"small": "ready", "one": "ready", "two": "ready"}
+        assert others | {"there": "no engine of the model answers"} == ready.json()["models"]
+        stats = service._watch.sources.engine()
+        assert [("there", False), ("one", True), ("two", True)] == [
+            (use.model, use.is_up) for use in stats.engines
+        ]
+
+
+async def test_metrics_tell_models_at_one_url_apart(start, up):
+    async with start() as (_, client):
+        await client.post(CHAT, json=body(CHAT, model="two"))
+        lines = (await client.get("/metrics")).text.splitlines()
+        names = Counter(line.rpartition(" ")[0] for line in lines if not line.startswith("#"))
+        assert [] == [name for name, count in names.items() if count > 1]
+        told = f'cachesvc_engine_prompt_tokens_total{{engine="{up.url}",model="%s"}} %s'
+        assert told % ("one", "0.0") in lines
+        assert told % ("two", "100.0") in lines
