@@ -150,7 +150,7 @@ async def _prefix_of(request: Request, key: str) -> KeyedPrefix:
     """The prefix that ends with this block. Raises RecordNotFound."""
     prefix = await parts_of(request).cache.prefix_of(PrefixKey(bytes.fromhex(key)))
     if not prefix.keys:
-        raise RecordNotFound(f"no whole prefix ends with block {key}; see `cachesvc cache ls`")
+        raise RecordNotFound(f"no whole prefix ends with block {key}; see `cachesvc cache tree`")
     return prefix
 
 

@@ -52,9 +52,9 @@ class History(Protocol):
         ...
 
 
-# Blocks above the disk, of the given scopes (None: all), as `tiers.memory.view` reads them, in
-# short turns between the engine's steps.
-MemoryReader = Callable[[frozenset[PrefixKey] | None], Awaitable[Sequence["BlockView"]]]
+# Blocks above the disk, as `tiers.memory.view` reads them, in short turns between the engine's
+# steps.
+MemoryReader = Callable[[], Awaitable[Sequence["BlockView"]]]
 
 
 class CacheAdmin(Protocol):

@@ -68,10 +68,7 @@ REMOVED = {
 _BOOK_IT = "a tenant has one currency: convert the payment, then book it in that"
 REMOVED_OPTIONS = {
     "bench ttft --output": "redirect the output of --json",
-    "cache purge --scope": "`cachesvc cache evict --scope`, with --pinned for what is pinned too",
-    "cache ls --by": "`--tier device` lists by hits, and `cachesvc cache tree` draws prefixes with "
-    "their sizes",
-    "cache ls --oldest": "`cachesvc cache evict --bytes` takes the least recently used first",
+    "cache purge --scope": "while no server runs, its data directory's disk folder may be removed",
     **dict.fromkeys(
         ("prices plan --out", "ledger correct --batch", "ledger correct --approve"),
         "give requests back one by one: `cachesvc ledger correct TENANT REQUEST --amount N`",

@@ -1,16 +1,13 @@
 """Options that several commands share."""
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import typer
 
 from cachesvc.config.errors import ConfigError
 from cachesvc.config.places import default_data_dir, has_other_variables
-from cachesvc.config.quantities import parse_duration, parse_size
-
-Value = TypeVar("Value")
+from cachesvc.config.quantities import parse_duration
 
 DataDir = Annotated[
     Path | None,
@@ -23,16 +20,8 @@ DataDir = Annotated[
 
 
 def duration(text: str) -> float:
-    return _parsed(parse_duration, text)
-
-
-def size(text: str) -> int:
-    return _parsed(parse_size, text)
-
-
-def _parsed(parse: Callable[[str], Value], text: str) -> Value:
     try:
-        return parse(text)
+        return parse_duration(text)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
 

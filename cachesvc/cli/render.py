@@ -12,7 +12,6 @@ from rich.console import Console
 from rich.table import Table
 
 PIPE_WIDTH = 200
-KEY_DIGITS = 16  # of a key in hex, as tables show it
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs")]
 

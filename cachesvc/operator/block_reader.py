@@ -4,7 +4,6 @@ import asyncio
 from functools import partial
 
 from api.cache.explorer import BlockCaller, in_process
-from tiers.blocks.keys import PrefixKey
 from tiers.blocks.view import BlockView
 from tiers.memory.block import Block
 from tiers.memory.view import live_blocks
@@ -13,11 +12,9 @@ from tiers.operations.face import BlockOperations
 AT_ONCE = 2_000  # blocks in one turn: about 2 ms
 
 
-async def read_blocks(
-    call: BlockCaller | None, scopes: frozenset[PrefixKey] | None
-) -> list[BlockView]:
-    """Every block above the disk, partly filled ones as well, or those of the given scopes. Raises
-    NotServed without `call`: the blocks are in another process.
+async def read_blocks(call: BlockCaller | None) -> list[BlockView]:
+    """Every block above the disk, partly filled ones as well. Raises NotServed without `call`: the
+    blocks are in another process.
 
     Blocks that come or go meanwhile may or may not be included.
     """
@@ -27,11 +24,7 @@ async def read_blocks(
     )
     found: list[BlockView] = []
     for start in range(0, len(blocks), AT_ONCE):
-        some = [
-            block
-            for block in blocks[start : start + AT_ONCE]
-            if scopes is None or block.scope in scopes
-        ]
+        some = blocks[start : start + AT_ONCE]
         found += await asyncio.wrap_future(call(partial(_read, some)))
     return found
 

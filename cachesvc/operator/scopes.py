@@ -98,9 +98,8 @@ def find_damage(data_dir: Path) -> Damage | None:
         names = ", ".join(map(str, aside))
         return Damage(
             f"the list of served models was damaged ({names}): {lost}, and no tenant is purged",
-            f"stop the server, restore {path} from a backup and start it, or remove what is of no "
-            "tenant in `cachesvc cache tree` with `cachesvc cache evict --scope`; then remove "
-            f"{names}",
+            f"stop the server, and restore {path} from a backup or remove the data directory's "
+            f"disk and checkpoints; then remove {names}, and start it",
         )
     return None
 

@@ -163,7 +163,7 @@ async def test_a_short_end_is_counted_in_the_row_that_it_continues(client, cache
     assert f"<td>{10 * BLOCK}</td>" in sorted_page, "with both ends"
 
 
-async def test_both_tables_of_the_page_count_a_partly_filled_block(client, cache, books_of_acme):
+async def test_both_tables_of_the_page_count_a_partly_filled_block(client, cache):
     (root,) = cache.owners.roots_of("acme")
     add(cache.tiers.index, [*range(8 * BLOCK), 1], root)
     num_bytes = 9 * cache.explorer.block_bytes
@@ -172,11 +172,6 @@ async def test_both_tables_of_the_page_count_a_partly_filled_block(client, cache
     page = await text(client, "explorer")
     assert 2 <= page.count(f"<td>{size(num_bytes)}</td>")
     assert "/admin/explorer/None" not in page, "its row leads to the run's first block"
-    books_of_acme.books.accounts.create_tenant("bolt", "CNY", by="test")
-    for query, num_blocks in (("", 8), ("?tenant=acme", 8), ("?tenant=bolt", 0)):
-        told = (await client.get(f"api/blocks{query}")).json()
-        assert num_blocks == told["num_blocks"], "those that have a key"
-    assert 404 == (await client.get("api/blocks?tenant=nobody")).status_code
 
 
 @pytest.mark.parametrize(("sort", "first"), [("tokens", 0), ("used", 1), ("hits", 1)])

@@ -27,7 +27,6 @@ OPEN = {"/admin/login", "/admin/static/{name}"}  # to anybody: how else would th
 OF_READERS = {  # they ask by POST, for their body or what they cost, and change nothing
     "/admin/logout",
     "/admin/money/verify",
-    "/admin/api/detokenize",
     "/admin/api/prices/show",
     "/admin/api/prices/lint",
     "/admin/api/prices/plan",

@@ -396,7 +396,7 @@ async def test_what_needs_blocks_in_this_process_says_so_by_name(engine, model, 
         cached = body(cache_control={"type": "ephemeral"})
         answer = await client.post("/v1/completions", json=cached)
         assert 200 == answer.status_code, answer.text
-        for path in ("/admin/api/blocks", "/admin/api/cache/tree", "/admin/api/cache/owners"):
+        for path in ("/admin/api/cache/tree", "/admin/api/cache/owners"):
             refused = await client.get(path)
             assert (404, "not_served") == (refused.status_code, refused.json()["error"]["code"])
             assert "in another process" in refused.text

@@ -249,9 +249,9 @@ def test_sizes_and_durations_read_well():
     ("words", "expected"),
     [
         ("cachesvc ", {"serve", "top", "cache", "usage"}),
-        ("cachesvc cache ", {"stats", "tree", "ls"}),
-        ("cachesvc cache ls --t", {"--tier", "--tenant"}),
-        ("cachesvc cache ls --tier ", {"device", "host", "disk"}),
+        ("cachesvc cache ", {"stats", "tree", "pin"}),
+        ("cachesvc replay --t", {"--tiers", "--token-bytes"}),
+        ("cachesvc replay --write-policy ", {"on_evict", "write_through"}),
     ],
 )
 def test_a_shell_completes_commands_options_and_values(words, expected):

@@ -26,6 +26,16 @@ LAYOUT = BlockLayout.uniform(
 NUM_BLOCKS = 6
 
 
+PURGE = """
+import pathlib, sys
+from tiers.disk.inspection.maintenance import purge
+from tiers.disk.inspection.opening import open_shards
+
+with open_shards(pathlib.Path(sys.argv[1]), readonly=False) as (_, shards):
+    purge(shards, [bytes.fromhex(sys.argv[2])])
+"""
+
+
 def call(*arguments: str) -> Result:
     return CliRunner().invoke(app, ["cache", *arguments])
 
@@ -59,47 +69,6 @@ def test_stats_tell_blocks_bytes_and_that_no_server_runs(data_dir):
     assert told["clean"] is True
     text = call("stats", "--data-dir", str(data_dir)).stdout
     assert "none running" in text
-
-
-def test_ls_lists_every_block_with_its_parent(data_dir, ids):
-    told = json.loads(call("ls", "--data-dir", str(data_dir), "--json").stdout)
-    assert {(block.key.hex(), block.parent.hex()) for block in ids} == {
-        (block["key"], block["parent"]) for block in told
-    }
-    assert ids[0].key.hex()[:16] in call("ls", "--data-dir", str(data_dir)).stdout
-
-
-def test_ls_says_when_it_does_not_list_all(data_dir):
-    listed = call("ls", "--data-dir", str(data_dir), "--limit", "2")
-    assert f"2 of {NUM_BLOCKS} blocks" in listed.stderr
-
-
-def test_ls_by_scope_leaves_the_others_out(data_dir, ids):
-    scope = ids[0].scope.hex()[:6]
-    flags = ("--data-dir", str(data_dir), "--json", "--scope")
-    assert NUM_BLOCKS == len(json.loads(call("ls", *flags, scope).stdout))
-    other = "0" if scope[0] != "0" else "1"
-    assert [] == json.loads(call("ls", *flags, other).stdout)
-
-
-def test_show_finds_a_block_by_the_start_of_its_key(data_dir, ids):
-    key = ids[3].key.hex()
-    shown = call("show", key[:7], "--data-dir", str(data_dir), "--tokens", "--json")
-    told = json.loads(shown.stdout)
-    assert key == told["key"]
-    assert 3 == told["depth"], "its number from 0, as the running server tells it"
-    assert [ids[4].key.hex()] == told["children"]
-    assert LAYOUT.block_size == len(told["token_ids"]) == told["num_tokens"]
-
-
-@pytest.mark.parametrize(
-    ("key", "code", "message"),
-    [("zz", 2, "is not a key"), ("ffffffffffffffff", 1, "no block's key")],
-)
-def test_show_says_what_is_wrong_with_a_key(data_dir, key, code, message):
-    shown = call("show", key, "--data-dir", str(data_dir))
-    assert code == shown.exit_code
-    assert message in shown.stderr
 
 
 def test_the_tree_joins_blocks_that_only_continue_each_other(data_dir, ids):
@@ -136,11 +105,8 @@ def test_verify_names_a_bad_block_fails_and_repairs_it(data_dir, ids):
 
 def test_verify_counts_at_one_moment_beside_another_process(data_dir, ids):
     with open_shards(disk_path(data_dir), readonly=True) as (_, (shard,)):
-        evict = "from cachesvc.cli import main; main()"
         subprocess.run(
-            [sys.executable, "-c", evict, "cache", "evict", "--all", "--yes"],
-            env={**os.environ, "CACHESVC_SERVER__DATA_DIR": str(data_dir)},
-            check=True,
+            [sys.executable, "-c", PURGE, str(disk_path(data_dir)), ids[0].scope.hex()], check=True
         )
         assert NUM_BLOCKS == shard.totals.num_blocks  # as it was opened
         assert verify(shard).sound
@@ -175,7 +141,7 @@ def test_a_nodes_disk_is_looked_into_as_a_servers(tmp_path, ids, where):
     tier = open_disk(mine, LAYOUT, 64 << 20)
     store(tier, ids)
     tier.close()
-    told = json.loads(
-        call("ls", "--data-dir", str(mine if where == "layout" else tmp_path), "--json").stdout
-    )
-    assert {block.key.hex() for block in ids} == {block["key"] for block in told}
+    shown = call("tree", "--data-dir", str(mine if where == "layout" else tmp_path), "--json")
+    (scope,) = json.loads(shown.stdout)["scopes"]
+    (node,) = scope["nodes"]
+    assert (ids[0].key.hex(), ids[-1].key.hex()) == (node["key"], node["last_key"])

@@ -1,10 +1,8 @@
-"""`cachesvc cache evict|purge|compact`: what they do to a disk tier, and refuse."""
+"""`cachesvc cache purge|pin`: what they do to a disk tier, and refuse."""
 
 import json
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,12 +28,9 @@ from tests.unit.test_cli_cache import LAYOUT, store
 from tiers.blocks.keys import BlockId, CacheScope
 from tiers.disk.inspection.view import open_view
 from tiers.disk.open import open_disk
-from tiers.disk.pin_file import save_pins
 from tiers.disk.tier import DiskTier
-from tiers.policy.retention import Pin
 
 OTHER = CacheScope(weights=b"tiny", tenant=b"other")
-HOUR_S = 3600
 MINE = chain(6, block_size=LAYOUT.block_size)
 BRANCH = chain(3, block_size=LAYOUT.block_size, seed=1)
 THEIRS = chain(4, block_size=LAYOUT.block_size, scope=OTHER)
@@ -47,27 +42,14 @@ def call(command: str, data_dir: Path, *arguments: str, answer: str | None = Non
     return CliRunner().invoke(app, command_line, input=answer)
 
 
-def called_apart(command: str, data_dir: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """In a process of its own, as LMDB wants it beside an open tier."""
-    start = "from cachesvc.cli import main; main()"
-    command_line = [sys.executable, "-c", start, "cache", command, *arguments]
-    return subprocess.run(
-        [*command_line, "--data-dir", str(data_dir)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-
-
 def told(result: Result) -> dict[str, Any]:
     assert 0 == result.exit_code, result.output
     answer: dict[str, Any] = json.loads(result.stdout)
     return answer
 
 
-def opened(data_dir: Path, clock: Callable[[], float] = time.time, shards: int = 1) -> DiskTier:
-    return open_disk(disk_path(data_dir), LAYOUT, 64 << 20, clock=clock, num_shards=shards)
+def opened(data_dir: Path) -> DiskTier:
+    return open_disk(disk_path(data_dir), LAYOUT, 64 << 20)
 
 
 def keys(data_dir: Path) -> set[bytes]:
@@ -81,73 +63,13 @@ def key_set(*chains: list[BlockId]) -> set[bytes]:
 
 @pytest.fixture
 def data_dir(tmp_path):
-    """MINE was used three hours ago, the rest now."""
     path = tmp_path / "here"
     path.mkdir()
-    past = opened(path, lambda: time.time() - 3 * HOUR_S)
-    store(past, MINE)
-    past.close()
     tier = opened(path)
-    store(tier, BRANCH)
-    store(tier, THEIRS)
+    for ids in (MINE, BRANCH, THEIRS):
+        store(tier, ids)
     tier.close()
     return path
-
-
-def test_evict_older_than_leaves_what_was_used_since(data_dir):
-    rules = ("--older-than", "2h", "--scope", THEIRS[0].scope.hex())
-    assert 0 == told(call("evict", data_dir, *rules, "--json"))["num_blocks"], "every rule holds"
-    assert key_set(EVERY) == keys(data_dir)
-    gone = told(call("evict", data_dir, "--older-than", "2h", "--yes", "--json"))
-    assert (len(MINE), None) == (gone["num_blocks"], gone["server"])
-    assert key_set(BRANCH, THEIRS) == keys(data_dir)
-
-
-def test_evict_bytes_takes_the_oldest_and_no_more_than_it_must(data_dir):
-    with open_view(disk_path(data_dir)) as view:
-        oldest = next(iter(view.blocks(oldest=True)))
-    gone = told(call("evict", data_dir, "--bytes", "1KiB", "--yes", "--json"))
-    assert (1, oldest.stored_bytes) == (gone["num_blocks"], gone["stored_bytes"])
-    assert key_set(EVERY) - {oldest.key} == keys(data_dir)
-
-
-def test_evict_without_a_rule_or_with_a_wrong_one_is_refused(data_dir):
-    for arguments, message in (
-        ((), "--older-than"),
-        (("--older-than", "soon"), "is not a duration"),
-        (("--bytes", "many"), "is not a size"),
-        (("--scope", "zz"), "is not a key"),
-    ):
-        refused = call("evict", data_dir, *arguments)
-        assert 2 == refused.exit_code, refused.output
-        assert message in refused.stderr
-    assert key_set(EVERY) == keys(data_dir)
-
-
-@pytest.mark.parametrize(("answer", "why"), [("n\n", "nothing was"), ("", "--yes")])
-def test_nothing_goes_unless_confirmed(data_dir, answer, why):
-    asked = call("evict", data_dir, "--all", answer=answer)
-    assert 1 == asked.exit_code
-    assert why in asked.stderr
-    assert f"{len(EVERY)} blocks" in asked.stderr
-    assert key_set(EVERY) == keys(data_dir)
-
-
-def test_evict_leaves_what_is_pinned_unless_told(data_dir):
-    pin = Pin(name="house", keys=tuple(block.key for block in THEIRS[:2]), until_s=9e9)
-    save_pins(disk_path(data_dir), [pin])
-    first = told(call("evict", data_dir, "--all", "--yes", "--json"))
-    assert told(call("evict", data_dir, "--all", "--yes", "--json"))["num_blocks"] == 0
-    assert told(call("evict", data_dir, "--all", "--pinned", "--yes", "--json"))["num_blocks"] == 2
-    assert len(EVERY) - 2 == first["num_blocks"]
-    assert set() == keys(data_dir)
-
-
-def test_evict_by_scope_takes_the_whole_scope_and_only_it(data_dir):
-    unknown = call("evict", data_dir, "--scope", "0" * 32, "--yes")
-    assert (1, True) == (unknown.exit_code, "no scope's root begins with" in unknown.stderr)
-    told(call("evict", data_dir, "--scope", THEIRS[0].scope.hex()[:8], "--yes", "--json"))
-    assert key_set(MINE, BRANCH) == keys(data_dir)
 
 
 def test_a_purge_says_why_asks_and_leaves_a_signed_receipt_and_a_trail(data_dir):
@@ -228,28 +150,6 @@ def test_a_pin_that_is_not_clear_is_asked_for_by_options(data_dir, flags, messag
     assert (2, True) == (failed.exit_code, message in failed.stderr)
 
 
-@pytest.mark.parametrize("served", [False, True])
-def test_evicted_and_free_space_returns_to_the_file_system(data_dir, served):
-    file = next(disk_path(data_dir).glob("shard-*/data.mdb"))
-    tier = opened(data_dir) if served else None
-    if tier is not None:
-        tier.discard([block.key for block in MINE])
-    before = file.stat().st_blocks * 512
-    done = called_apart("compact", data_dir, "--json")
-    assert 0 == done.returncode, done.stderr
-    held = file.stat().st_blocks * 512
-    assert {"file_bytes_before": before, "file_bytes": held} == json.loads(done.stdout)
-    gone = called_apart("evict", data_dir, "--all", "--yes", "--json")
-    assert 0 == gone.returncode, gone.stderr
-    assert served is ("in its memory" in gone.stderr)
-    left = file.stat().st_blocks * 512
-    assert held - left == json.loads(gone.stdout)["returned_bytes"] > 0
-    assert left < held / 2
-    if tier is not None:
-        assert 0 == tier.probe(THEIRS)
-        tier.close()
-
-
 def test_a_pipe_that_closes_early_is_no_damage(data_dir):
     command = (
         f"import sys; sys.argv = ['cachesvc', 'cache', 'tree', '--data-dir', {str(data_dir)!r}]"
@@ -262,12 +162,3 @@ def test_a_pipe_that_closes_early_is_no_damage(data_dir):
             assert running.stdout is not None and running.stderr is not None
             running.stdout.close()
             assert b"" == running.stderr.read()
-
-
-def test_a_directory_without_a_disk_tier_is_named_without_a_traceback(tmp_path):
-    for command in (("evict", "--all"), ("compact",)):
-        failed = called_apart(command[0], tmp_path, *command[1:])
-        assert 1 == failed.returncode
-        assert "error:" in failed.stderr
-        assert str(tmp_path) in failed.stderr
-        assert "Traceback" not in failed.stderr

@@ -4,6 +4,7 @@ import json
 import logging
 import os
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,7 +35,7 @@ from tests.support.billing import running_ledger
 from tests.support.faulty_storage import chain
 from tests.support.wire import fake_house
 from tests.unit.test_cli_cache import LAYOUT, store
-from tiers.blocks.keys import CacheScope, PrefixKey, token_bytes
+from tiers.blocks.keys import CacheScope, token_bytes
 from tiers.blocks.tree import TreeQuery, tree_json
 from tiers.disk.directory import DirectoryLock
 from tiers.disk.open import open_disk
@@ -115,16 +116,19 @@ def server(data_dir, world, books):
         world.engine.turn()
         return future
 
-    async def blocks(scopes: frozenset[PrefixKey] | None) -> Any:
-        return await read_blocks(run, scopes)
-
     # The server runs in this process, whose standard output the commands under test have.
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     salts = Salts(read_secret(data_dir), {"handbook": frozenset({"acme"})})
     house = fake_house(salts=salts)
     owners = Owners(house.wire.inference.models, salts, lambda: {"acme": "CNY"})
     explorer = Explorer(run, owners, None, block_bytes=1)
-    parts = replace(fake_parts(), stats=Growing(), blocks=blocks, books=books, explorer=explorer)
+    parts = replace(
+        fake_parts(),
+        stats=Growing(),
+        blocks=partial(read_blocks, run),
+        books=books,
+        explorer=explorer,
+    )
     with Running(data_dir, parts, house) as running:
         yield running
 
@@ -143,12 +147,8 @@ def test_doctor_says_why_a_running_server_does_not_serve(data_dir, server, monke
     assert ("warning", f"degraded: {shards[0]}") == said(True, "", degraded=shards)
 
 
-@pytest.mark.parametrize(
-    "command",
-    [("top",), ("cache", "ls", "--tier", "host")],
-)
-def test_without_a_server_commands_about_one_say_what_to_do(data_dir, command):
-    failed = call(*command, "--data-dir", str(data_dir))
+def test_without_a_server_commands_about_one_say_what_to_do(data_dir):
+    failed = call("top", "--data-dir", str(data_dir))
     assert 1 == failed.exit_code
     assert f"no server runs on {data_dir}" in failed.stderr
 
@@ -189,42 +189,8 @@ def test_stats_of_a_running_server_tell_who_takes_the_room(server, world):
     ]
 
 
-def test_blocks_in_memory_are_listed_by_their_hits(server, world):
-    flags = ("cache", "ls", "--tier", "device", "--data-dir", str(server.data_dir))
-    told = json.loads(call(*flags, "--json", "-n", "2").stdout)
-    first = world.cache.index.children(CacheScope(tenant=b"acme").root())[0]
-    assert [(first.key.hex() if first.key else "", 2)] == [
-        (block["key"], block["hits"]) for block in told if block["depth"] == 0
-    ]
-    assert told[0]["tiers"] == ["device"]
-    last = json.loads(call(*flags, "--json").stdout)[-1]
-    (block,) = (each for each in world.cache.index if each.key and each.key.hex() == last["key"])
-    block.hits += 1
-    assert last["key"] == json.loads(call(*flags, "--json").stdout)[0]["key"]
-    assert told[0]["key"][:16] in call(*flags).stdout
-
-
-def test_ls_finds_a_tenants_blocks_on_disk_without_a_server(data_dir):
-    flags = ("cache", "ls", "--json", "--data-dir", str(data_dir), "--tenant")
-    assert 5 == len(json.loads(call(*flags, "acme").stdout))
-    assert 2 == len(json.loads(call(*flags, "globex").stdout))
-    assert [] == json.loads(call(*flags, "nobody").stdout)
-    (data_dir / "scopes.json").unlink()
-    failed = call(*flags, "acme")
-    assert 1 == failed.exit_code
-    assert "does not know the scopes of its models yet" in failed.stderr
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        ("ls",),
-        ("ls", "--tier", "device"),
-        ("tree", "--live"),
-    ],
-)
-def test_a_tenant_that_the_server_does_not_know_is_named(server, command):
-    flags = ("cache", *command, "--data-dir", str(server.data_dir), "--tenant")
+def test_a_tenant_that_the_server_does_not_know_is_named(server):
+    flags = ("cache", "tree", "--live", "--data-dir", str(server.data_dir), "--tenant")
     failed = call(*flags, "amce")
     assert 1 == failed.exit_code
     assert "no tenant or sharing group is named 'amce'" in failed.stderr
@@ -235,32 +201,6 @@ def test_a_tenant_that_the_server_does_not_know_is_named(server, command):
 def test_the_tree_on_disk_knows_no_tenants(data_dir):
     failed = call("cache", "tree", "--tenant", "acme", "--data-dir", str(data_dir))
     assert (2, True) == (failed.exit_code, "add --live" in failed.stderr)
-
-
-def test_ls_by_age_takes_durations(data_dir):
-    flags = ("cache", "ls", "--json", "--data-dir", str(data_dir), "--older-than")
-    assert [] == json.loads(call(*flags, "2h").stdout)
-    assert 7 == len(json.loads(call(*flags, "0").stdout))
-    assert 2 == call(*flags, "3x").exit_code
-
-
-def test_ls_of_memory_asks_the_server(server, world):
-    flags = ("cache", "ls", "--data-dir", str(server.data_dir), "--tier")
-    told = json.loads(call(*flags, "device", "--json").stdout)
-    assert len(list(world.cache.index)) == len(told)
-    assert [] == json.loads(call(*flags, "host", "--json").stdout)
-
-
-def test_show_joins_memory_and_disk_and_reads_tokens_as_text(server, world):
-    (block,) = world.cache.index.children(CacheScope(tenant=b"acme").root())
-    assert block.key is not None
-    flags = ("--data-dir", str(server.data_dir), "--json", "--text")
-    told = json.loads(call("cache", "show", block.key.hex()[:10], *flags).stdout)
-    assert (2, ["device"]) == (told["hits"], told["tiers"])
-    assert bytes(range(BLOCK)).decode() == told["text"]
-    on_disk = json.loads(call("cache", "ls", *flags[:3], "--limit", "1").stdout)[0]["key"]
-    told = json.loads(call("cache", "show", on_disk, *flags[:3]).stdout)
-    assert ["disk"] == told["tiers"] and 16 == len(told["checksum"])
 
 
 def test_scopes_are_remembered_by_their_digest_and_bounded(tmp_path):

@@ -13,6 +13,7 @@ from tiers.blocks.frames import FrameArena
 from tiers.blocks.layout import BlockLayout
 from tiers.disk import rates
 from tiers.disk.format.codec import CodecId
+from tiers.disk.format.record import Header, unpack_header
 from tiers.disk.open import open_disk
 from tiers.disk.rates import DiskRates, RateMeter
 from tiers.disk.settings import DiskSettings
@@ -119,8 +120,11 @@ def stored(tier: DiskTier, seed: int) -> list[CodecId]:
     for frame, block in zip(frames, ids, strict=False):
         assert holds(frame, block, frames[COUNT])
     with tier.view() as view:
-        found = {info.key: CodecId(info.codec) for info in view.blocks()}
-    return [found[block.key] for block in ids]
+        heads = [
+            unpack_header(entry.header)
+            for entry in view.shards[0].find([block.key for block in ids])
+        ]
+    return [CodecId(head.codec) for head in heads if isinstance(head, Header)]
 
 
 def test_a_tier_measures_itself_and_changes_its_mind_both_ways(tier, caplog):

@@ -15,10 +15,11 @@ from tiers.blocks.keys import BlockId, PrefixKey
 from tiers.blocks.layout import BlockLayout, LayerLayout
 from tiers.blocks.part import Part
 from tiers.disk.format.record import Header, unpack_header, window_key
-from tiers.disk.inspection.maintenance import give_back, remove
+from tiers.disk.format.rows import IndexEntry
+from tiers.disk.inspection.maintenance import delete, pages
 from tiers.disk.inspection.opening import open_shards
 from tiers.disk.inspection.verify import verify_all
-from tiers.disk.inspection.view import open_view
+from tiers.disk.inspection.view import DiskView, open_view
 from tiers.disk.open import open_disk
 from tiers.disk.tier import DiskTier
 from tiers.errors import MissReason
@@ -167,18 +168,18 @@ def test_commands_count_a_block_once_with_all_its_bytes(tmp_path):
         store(tier, blocks())
         tier.discard(windows_of(blocks()[:1]))
     with open_view(root) as view:
-        found = list(view.blocks(oldest=True))
-        whole = [info.logical_bytes == LAYOUT.nbytes for info in found]
-        assert 1 == whole.count(False) and 4 == len(whole)
-        summary = view.summary()
-        assert sum(info.logical_bytes for info in found) == summary.logical_bytes
-        assert 4 == summary.num_blocks == sum(len(e) for e in view.children().values())
-        assert [blocks()[1].key] == [info.key for info in view.find(blocks()[1].key[:6])]
+        found = {info.key: info.stored_bytes for info in view.blocks()}
+        assert keys_of(blocks()[:1]) == [min(found, key=found.__getitem__)]
+        assert sum(found.values()) == sum(entry.place.nbytes for entry in records(view))
+        assert 4 == view.summary().num_blocks == sum(len(e) for e in view.children().values())
     with open_shards(root, readonly=False) as (_, [shard]):
-        removed = remove(shard, lambda key, _: key == blocks()[3].key)
-        assert (1, LAYOUT.nbytes) == (removed.num_blocks, removed.logical_bytes)
+        assert 1 == delete(shard, keys_of(blocks()[3:]))
         assert [] == shard.find(windows_of(blocks()[3:]))
     assert 3 == sound(root)
+
+
+def records(view: DiskView) -> list[IndexEntry]:
+    return [entry for shard in view.shards for page in pages(shard) for _, entry in page]
 
 
 @pytest.mark.parametrize("how", ["compact", "restart", "crash"])
@@ -190,8 +191,8 @@ def test_parts_survive_a_rewrite_and_a_restart(how, tmp_path):
     tier.discard(windows_of(ids[:2]))
     tier.close()
     if how == "compact":
-        with open_shards(root, readonly=False) as (_, shards):
-            give_back(shards)
+        with open_shards(root, readonly=False) as (_, [shard]):
+            shard.give_back()
     if how == "crash":
         meta = root / "disk.json"
         meta.write_text(meta.read_text().replace('"clean": true', '"clean": false'))
@@ -264,7 +265,6 @@ def test_a_long_life_serves_no_wrong_byte(seed, tmp_path):
     stats = tier.stats()
     assert not stats.faults and stats.evicted
     with tier.view() as view:
-        found = list(view.blocks())
-    assert stats.num_blocks == len(found)
-    assert stats.logical_bytes == sum(info.logical_bytes for info in found)
+        assert stats.num_blocks == len(list(view.blocks()))
+        assert stats.logical_bytes == sum(entry.logical_nbytes for entry in records(view))
     tier.close()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.disks import closed_later
+from tests.support.disks import closed_later, oldest_first
 from tests.support.faulty_storage import FaultyStorage, map_full
 from tests.unit.test_disk_ops import CAPACITY, LAYOUT, Clock, blocks, load, opened, store
 from tests.unit.test_disk_retention import ACME
@@ -29,9 +29,9 @@ def keys(ids: list[BlockId]) -> list[PrefixKey]:
     return [block.key for block in ids]
 
 
-def oldest_first(tier: DiskTier) -> list[PrefixKey]:
+def order_of(tier: DiskTier) -> list[PrefixKey]:
     with tier.view() as view:
-        return [info.key for info in view.blocks(oldest=True)]
+        return oldest_first(view.shards[0])
 
 
 def agrees(tier: DiskTier) -> bool:
@@ -48,7 +48,7 @@ def fill_up(tier: DiskTier, first: int = 1000) -> None:
 def test_what_is_stored_again_is_the_last_to_leave(tier):
     for seed in (0, 1, 0):
         store(tier, blocks(seed))
-    assert oldest_first(tier) == keys(blocks(1))[::-1] + keys(blocks(0))[::-1]
+    assert order_of(tier) == keys(blocks(1))[::-1] + keys(blocks(0))[::-1]
 
 
 def test_after_a_collision_the_block_stored_last_stays(tier):
@@ -95,7 +95,7 @@ def test_where_the_old_end_has_no_places_before_it_nothing_is_lent(tmp_path):
     store(tier, blocks(0))
     assert load(tier, blocks(0)) == 4
     store(tier, blocks(1))
-    assert oldest_first(tier) == keys(blocks(0))[::-1] + keys(blocks(1))[::-1]
+    assert order_of(tier) == keys(blocks(0))[::-1] + keys(blocks(1))[::-1]
     assert agrees(tier)
 
 
@@ -112,10 +112,10 @@ def test_room_is_found_behind_many_pinned_blocks(tier):
 
 def test_a_store_is_refused_where_all_is_pinned(tier):
     fill_up(tier)
-    held = oldest_first(tier)
+    held = order_of(tier)
     tier.keep(held)
     assert store(tier, blocks(0)) == keys(blocks(0))
-    assert sorted(oldest_first(tier)) == sorted(held)
+    assert sorted(order_of(tier)) == sorted(held)
 
 
 def test_idle_blocks_behind_pinned_ones_expire_a_few_at_a_time(tmp_path):
@@ -132,7 +132,7 @@ def test_idle_blocks_behind_pinned_ones_expire_a_few_at_a_time(tmp_path):
                 writer.expire(50, 3)
             gone.append(len(writer.evicted))
     assert gone == [3, 1, 0]
-    assert oldest_first(tier) == keys(blocks(0))[::-1]
+    assert order_of(tier) == keys(blocks(0))[::-1]
 
 
 def test_shards_are_written_side_by_side_and_fail_alone(tmp_path):

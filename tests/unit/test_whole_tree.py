@@ -23,13 +23,10 @@ def on_disk(*prompts: list[int], root: PrefixKey = ROOT) -> DiskBlocks:
         for number, key in enumerate(chain.keys):
             by_key[key] = BlockInfo(
                 key=key,
-                shard=0,
-                sequence=0,
                 stored_bytes=100,
                 used_s=now_s - 60,
                 scope=root,
                 parent=chain.parent(number),
-                num_tokens=BLOCK,
                 tokens=chain.chunks[number],
                 computed_s=now_s - 120,
             )

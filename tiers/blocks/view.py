@@ -21,4 +21,3 @@ class BlockView(NamedTuple):
     age_s: float  # since it entered the cache, as far as the tier knows
     pins: int = 0  # running requests that use it
     is_clean: bool = False  # a lower tier holds it too: evicting it costs nothing
-    depth: int | None = None  # its number in its prompt, from 0; unknown for a disk record

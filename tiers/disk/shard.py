@@ -197,19 +197,6 @@ class Shard:
             rows = (row for row in snapshot.rows("index", after or b"") if row[0] != after)
             return [(PrefixKey(key), IndexEntry.unpack(data)) for key, data in islice(rows, limit)]
 
-    def by_age(self, after: int, limit: int) -> list[tuple[PrefixKey, IndexEntry]]:
-        """Up to `limit` blocks in order of eviction, after sequence `after`."""
-        found: list[tuple[PrefixKey, IndexEntry]] = []
-        with self._reading() as snapshot:
-            for _, data in snapshot.rows("order", pack_sequence(after + 1)):
-                key, _ = unpack_order(data)
-                entry = snapshot.get("index", key)
-                if entry is not None:
-                    found.append((key, IndexEntry.unpack(entry)))
-                if len(found) == limit:
-                    break
-        return found
-
     def read_totals(self) -> Totals:
         with self._reading() as snapshot:
             return snapshot.read_totals()
@@ -295,7 +282,7 @@ class Shard:
     def room_bytes(self) -> int:
         return min(self.map_bytes, self.limit_bytes)
 
-    def give_back(self, *, max_kept: int = MAX_KEPT_PAGES) -> None:
+    def give_back(self) -> None:
         """Gives the file's free pages back to the file system, but for some that the next commits
         take. Needs no room there. Pages that a reader may see stay.
 
@@ -304,7 +291,7 @@ class Shard:
         self.sync()  # so that no earlier state, with pages free since, is found after a power cut
         path = self.path / "data.mdb"
         in_use = self.used_bytes() // self.page_bytes
-        keep = min(max_kept, max(MIN_KEPT_PAGES, in_use // KEPT_SHARE))
+        keep = min(MAX_KEPT_PAGES, max(MIN_KEPT_PAGES, in_use // KEPT_SHARE))
         with self._write_lock:
             self.check()
             txn = self._storage.begin(self._env, write=True)  # nobody else writes meanwhile

@@ -50,5 +50,4 @@ def block_view(block: Block, now_s: float) -> BlockView:
         age_s=now_s - block.created_s,
         pins=block.ref_count,
         is_clean=block.held_below or (block.slot is not None and block.frame is not None),
-        depth=block.depth,
     )

@@ -72,7 +72,7 @@ async def owners(request: Request, _: MayRead) -> list[dict[str, Any]]:
 async def room_of(request: Request) -> list[Room]:
     """Bytes of each owner in each tier."""
     parts = parts_of(request)
-    return await parts.explorer.room(await parts.blocks(None))
+    return await parts.explorer.room(await parts.blocks())
 
 
 @router.get("/admin/explorer", include_in_schema=False)

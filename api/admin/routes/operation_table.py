@@ -209,7 +209,9 @@ TABLE = (
 _BILLING = "the billing system that `cachesvc usage export` feeds issues invoices"
 _ONE_BY_ONE = "give requests back one by one by POST /admin/api/ledger/correct"
 REMOVED: Mapping[str, str] = {
+    "blocks": "GET /admin/api/cache/tree, which has every tier's",
     "cache/working-set": "the cache's page has how long blocks lie idle, and until their next use",
+    "detokenize": "POST /detokenize",
     "events": "routers read block events at `events.zmq`, in vLLM's format; see docs/events.md",
     "invoices": _BILLING,
     "parties": _BILLING,

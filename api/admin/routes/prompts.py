@@ -1,22 +1,18 @@
-"""What `cachesvc cache ls|show` and `cachesvc explain` ask: blocks above the disk, tokens as
-text, what a request would hit, and where two prompts diverge.
+"""What `cachesvc explain` asks: what a request would hit, and where two prompts diverge.
 
 The command line has a request in a file and asks before sending it. Quotes and divergences are for
 admins only: if the journal keeps prompts, these routes can show any tenant's.
 """
 
-import asyncio
 import json
 from array import array
-from heapq import nlargest
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import APIRouter, Query, Request
-from pydantic import BaseModel, Field
+from fastapi import APIRouter, Request
 
 from api.access.shares import OPERATOR
-from api.admin.access import MayChange, MayRead
-from api.admin.cache import must_be_known, must_exist
+from api.admin.access import MayChange
+from api.admin.cache import must_exist
 from api.admin.parts import parts_of
 from api.admin.routes.derived import Name, StrictBody
 from api.context import Arrival, request_log_of, wire_of
@@ -27,87 +23,10 @@ from api.routes.quote import quoted_job
 from api.shapes.body import parse
 from api.shapes.schemas import QuoteBody
 from billing.keys import Principal
-from tiers.blocks.keys import PrefixKey, token_ids
-from tiers.blocks.view import BlockView
-from tiers.tier import TierName
 
 router = APIRouter(prefix="/admin/api")
 
-MAX_BLOCKS = 100_000
 AROUND = 12  # tokens shown on either side of a divergence
-
-
-@router.get("/blocks", tags=["admin"])
-async def blocks(
-    request: Request,
-    _: MayRead,
-    tier: TierName | None = None,
-    tenant: str | None = None,
-    key: Annotated[str, Query(pattern="^[0-9a-f]{0,32}$")] = "",
-    idle_s: Annotated[float, Query(ge=0)] = 0.0,
-    limit: Annotated[int, Query(ge=1, le=MAX_BLOCKS)] = 100,
-    tokens: bool = False,
-) -> dict[str, Any]:
-    """Full blocks in device and host memory, most hits first.
-
-    `tenant` is a tenant or a sharing group. `key` is the beginning of a key, `idle_s` the minimum
-    time since last use; `tokens` adds token ids.
-    """
-    parts, roots = parts_of(request), None
-    if tenant:
-        await must_be_known(request, tenant)
-        roots = await asyncio.to_thread(parts.explorer.owners.roots_of, tenant)
-    found = await parts.blocks(frozenset(roots) if roots is not None else None)
-    wanted = [
-        block
-        for block in found
-        if block.key is not None
-        and (tier is None or tier in block.tiers)
-        and block.idle_s >= idle_s
-        and _hex(block.key).startswith(key)
-    ]
-    shown = nlargest(limit, wanted, key=lambda block: (block.hits, -block.idle_s))
-    return {
-        "num_blocks": len(wanted),
-        "blocks": [block_json(block, tokens=tokens) for block in shown],
-    }
-
-
-class Tokens(BaseModel):
-    """Token ids to read as text."""
-
-    token_ids: Annotated[list[int], Field(max_length=65_536)]
-
-
-@router.post("/detokenize", tags=["admin"])
-async def detokenize(request: Request, body: Tokens, _: MayRead) -> dict[str, str]:
-    """The text of these tokens, by the served model's tokenizer."""
-    tokenizer = next(iter(wire_of(request).inference.models.values())).tokenizer
-    if any(not 0 <= token < tokenizer.vocab_size for token in body.token_ids):
-        raise InvalidRequest(
-            f"Token ids run from 0 to {tokenizer.vocab_size - 1} here.", param="token_ids"
-        )
-    return {"text": tokenizer.decode(body.token_ids)}
-
-
-def block_json(block: BlockView, *, tokens: bool) -> dict[str, Any]:
-    fields: dict[str, Any] = {
-        "key": _hex(block.key),
-        "parent": _hex(block.parent),
-        "scope": _hex(block.scope),
-        "tiers": list(block.tiers),
-        "num_tokens": len(block.tokens) // 4,
-        "depth": block.depth,
-        "hits": block.hits,
-        "pins": block.pins,
-        "idle_s": round(block.idle_s, 3),
-        "age_s": round(block.age_s, 3),
-    }
-    return fields | ({"token_ids": token_ids(block.tokens)} if tokens else {})
-
-
-def _hex(key: PrefixKey | None) -> str:
-    return key.hex() if key is not None else ""
 
 
 class ExplainedPrompt(StrictBody):

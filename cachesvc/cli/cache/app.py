@@ -1,7 +1,6 @@
 """The commands of `cachesvc cache`, which work on the disk tier with or without a running server.
 
-`stats`, `tree`, `ls`, `show` and similar commands read in short transactions, which do not disturb
-a server. Commands that remove blocks are in `change` and `purge`.
+`stats`, `tree` and `verify` read in short transactions, which do not disturb a server.
 """
 
 from cachesvc.cli.lazy import Command, lazy_group
@@ -10,22 +9,22 @@ COMMANDS = {
     "stats": Command("cachesvc.cli.cache.stats:stats", "Show how full the tiers are"),
     "tree": Command("cachesvc.cli.cache.tree:tree", "Show blocks as a tree of prefixes"),
     "verify": Command("cachesvc.cli.cache.verify:verify", "Read and check every block"),
-    "ls": Command("cachesvc.cli.cache.blocks:list_blocks", "List blocks of a tier"),
-    "show": Command(
-        "cachesvc.cli.cache.blocks:show", "Show one block: identity, neighbours, storage"
-    ),
-    "evict": Command("cachesvc.cli.cache.change:evict", "Remove blocks by age, scope or amount"),
     "purge": Command("cachesvc.cli.cache.purge:purge", "Remove every block of a tenant or group"),
     "pin": Command("cachesvc.cli.cache.pins:pin", "Keep a prefix for a while; list and end pins"),
-    "compact": Command("cachesvc.cli.cache.change:compact", "Return free space to the file system"),
 }
 
+_ITSELF = "the disk leaves its file system the room that `cache.disk_reserve_bytes` names"
+_REMOVE_FOLDER = "while no server runs, its data directory's disk folder may be removed"
 REMOVED = {
     "big": "`cachesvc cache tree` draws the prefixes with their sizes",
     "export": "copy the data directory's disk folder while its server is stopped",
     "import": "copy the data directory's disk folder while its server is stopped",
-    "hot": "`cachesvc cache ls --tier device`, which lists the most used first",
+    "compact": f"{_ITSELF}; {_REMOVE_FOLDER}",
+    "evict": f"{_ITSELF}, and `cache.idle_ttl` removes the unused; {_REMOVE_FOLDER}",
+    "hot": "`cachesvc cache tree --live`, which has the hits",
+    "ls": "`cachesvc cache tree` draws the prefixes; --json has their keys",
     "pins": "`cachesvc cache pin`, without a name",
+    "show": "the dashboard's explorer shows a block; `cachesvc cache tree` draws its prefix",
     "unpin": "`cachesvc cache pin NAME --end`",
 }
 

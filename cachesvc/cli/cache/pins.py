@@ -9,11 +9,13 @@ import typer
 from api.format import number_of, seconds
 from cachesvc.cli.live_server import running_server
 from cachesvc.cli.options import DataDir, duration, existing_data_dir
-from cachesvc.cli.render import KEY_DIGITS, AsJson, Column, answer, fail, print_documents
+from cachesvc.cli.render import AsJson, Column, answer, fail, print_documents
 from cachesvc.config.places import found_disk
 from cachesvc.server.server_file import find_server
 from tiers.disk.pin_file import load_pins
 from tiers.policy.retention import pin_json
+
+KEY_DIGITS = 16  # of a key in hex, as the table shows it
 
 
 def pin(
@@ -27,7 +29,7 @@ def pin(
         ),
     ] = None,
     key: Annotated[
-        str | None, typer.Option(help="The last block of the prefix (hex), as `ls` shows it")
+        str | None, typer.Option(help="The last block of the prefix, as `tree --json` names it")
     ] = None,
     file: Annotated[
         Path | None, typer.Option(help="Or a file with the text that prompts start with")

@@ -11,7 +11,6 @@ from api.access.auth import Salts
 from api.format import number_of, size
 from api.requests.kept import owner_of
 from billing.reports.receipts import ReceiptSigner
-from cachesvc.cli.cache.select import server_of
 from cachesvc.cli.money.books import DatabaseUrl, books
 from cachesvc.cli.options import DataDir, existing_data_dir
 from cachesvc.cli.render import AsJson, answer, confirm, fail
@@ -21,6 +20,7 @@ from cachesvc.operator.scopes import ScopeKind, salt_of
 from cachesvc.operator.secret import read_secret
 from cachesvc.server.kept_turns import forget_stored
 from cachesvc.server.server_file import actor, find_server
+from tiers.disk.directory import is_locked, read_holder
 
 PURGE_TIMEOUT_S = 600.0
 
@@ -57,8 +57,9 @@ def purge(
 def _purge_live(path: Path, kind: ScopeKind, name: str, why: str) -> Mapping[str, Any] | None:
     server = find_server(path)
     if server is None:
-        holder = server_of(found_disk(path))
-        if holder is not None:
+        disk = found_disk(path)
+        if is_locked(disk):
+            holder = read_holder(disk)
             fail(f"{path} is held by {holder}, which does not answer; stop it and try again")
         return None
     body = {"kind": kind, "name": name, "why": why}

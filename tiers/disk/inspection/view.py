@@ -7,10 +7,10 @@ process. `DiskTier.view` gives the same over the open shards.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-from tiers.blocks.keys import TOKEN_BYTES, PrefixKey
+from tiers.blocks.keys import PrefixKey
 from tiers.blocks.part import Part
 from tiers.blocks.tree import Tree, TreeQuery, grow
 from tiers.blocks.view import BlockView
@@ -19,9 +19,9 @@ from tiers.disk.directory import (
     is_locked,
     read_holder,
 )
-from tiers.disk.format.record import Header, is_window, part_of, unpack_header, window_key
+from tiers.disk.format.record import Header, is_window, unpack_header, window_key
 from tiers.disk.format.rows import Account, IndexEntry
-from tiers.disk.inspection.maintenance import pages, pages_by_age
+from tiers.disk.inspection.maintenance import pages
 from tiers.disk.inspection.opening import open_shards
 from tiers.disk.shard import Shard
 from tiers.errors import MissReason
@@ -35,19 +35,11 @@ class BlockInfo:
     """One block's record. `why` is set if its header is unreadable."""
 
     key: PrefixKey
-    shard: int
-    sequence: int
     stored_bytes: int
     used_s: int
     scope: PrefixKey = _NO_KEY
     parent: PrefixKey = _NO_KEY
-    num_tokens: int = 0
-    logical_bytes: int = 0
-    codec: int = 0
-    layout: bytes = b""
-    written_s: int = 0
     computed_s: int = 0  # when its KV was computed, before it was written
-    checksum: int = 0  # xxh3_64 of the payload
     tokens: bytes = b""
     why: MissReason | None = None
 
@@ -120,55 +112,11 @@ class DiskView:
             server=read_holder(self.path) if is_locked(self.path) else None,
         )
 
-    def blocks(self, *, oldest: bool = False) -> Iterator[BlockInfo]:
-        """Every block, by key or (`oldest`) in order of eviction."""
-        for number, shard in enumerate(self.shards):
-            for rows in pages_by_age(shard) if oldest else pages(shard):
-                for key, entry in rows:
-                    if not is_window(key):
-                        yield self._info(number, key, entry)
-
-    def find(self, key_start: bytes) -> list[BlockInfo]:
-        """Blocks whose key begins with these bytes."""
-        found = []
-        for number, shard in enumerate(self.shards):
-            after: PrefixKey | None = None
-            start = PrefixKey(key_start)
-            exact = shard.find([start]) if len(start) == 16 else []
-            if exact:
-                found.append(self._info(number, start, exact[0]))
-                continue
-            after = start
-            while rows := shard.entries(after, 64):
-                mine = [(key, entry) for key, entry in rows if key.startswith(key_start)]
-                blocks = [row for row in mine if not is_window(row[0])]
-                found += [self._info(number, *row) for row in blocks]
-                if len(mine) < len(rows):
-                    break
-                after = rows[-1][0]
-        return found
-
-    def _info(self, number: int, key: PrefixKey, entry: IndexEntry) -> BlockInfo:
-        """A block, with the bytes of its window part where that has a record of its own."""
-        info = _info(number, key, entry)
-        if part_of(entry.header) is not Part.LASTING:
-            return info
-        windows = self.shards[number].find([window_key(key)])
-        return replace(
-            info,
-            stored_bytes=info.stored_bytes + sum(each.place.nbytes for each in windows),
-            logical_bytes=info.logical_bytes + sum(each.logical_nbytes for each in windows),
-        )
-
-    def chain(self, block: BlockInfo) -> list[BlockInfo]:
-        """The blocks that lead to `block`, the first of the prompt first, and `block` itself."""
-        trail = [block]
-        while trail[-1].parent != trail[-1].scope:
-            before = self.find(trail[-1].parent) if trail[-1].parent else []
-            if not before:
-                break
-            trail.append(before[0])
-        return trail[::-1]
+    def blocks(self) -> Iterator[BlockInfo]:
+        """Every block, by shard and key."""
+        for shard in self.shards:
+            for rows in pages(shard):
+                yield from (_info(shard, *row) for row in rows if not is_window(row[0]))
 
     def children(self) -> Mapping[PrefixKey, list[BlockInfo]]:
         """Blocks by parent. Children of a scope's root begin prompts."""
@@ -217,25 +165,19 @@ def open_view(path: Path) -> Iterator[DiskView]:
         yield DiskView(path, meta, shards)
 
 
-def _info(number: int, key: PrefixKey, entry: IndexEntry) -> BlockInfo:
-    place = entry.place
-    header = unpack_header(entry.header)
+def _info(shard: Shard, key: PrefixKey, entry: IndexEntry) -> BlockInfo:
+    """A block, with the bytes of its window part where that has a record of its own."""
+    header, stored_bytes = unpack_header(entry.header), entry.place.nbytes
     if not isinstance(header, Header):
-        return BlockInfo(key, number, place.sequence, place.nbytes, place.used_s, why=header)
+        return BlockInfo(key, stored_bytes, entry.place.used_s, why=header)
+    if header.part is Part.LASTING:
+        stored_bytes += sum(each.place.nbytes for each in shard.find([window_key(key)]))
     return BlockInfo(
         key=key,
-        shard=number,
-        sequence=place.sequence,
-        stored_bytes=place.nbytes,
-        used_s=place.used_s,
+        stored_bytes=stored_bytes,
+        used_s=entry.place.used_s,
         scope=header.scope,
         parent=header.parent,
-        num_tokens=len(header.tokens) // TOKEN_BYTES,
-        logical_bytes=header.logical_nbytes,
-        codec=header.codec,
-        layout=header.layout,
-        written_s=header.written_s,
         computed_s=header.computed_s,
-        checksum=header.payload_checksum,
         tokens=header.tokens,
     )
