@@ -59,6 +59,7 @@ class Passage:
         self._outcome = Outcome.FINISHED
         self._error: str | None = None
         self._is_over = False  # nothing more is read
+        self._is_asked = False  # the endpoint has all of the body, and did not refuse it
         self._has_begun = False  # a part of the answer came
         self._is_ending = False  # the events of its end came
         self._is_answered = False  # and no other is to be sent
@@ -159,15 +160,16 @@ class Passage:
         raise RemoteAway("No engine of the model answers.")
 
     async def _events_of(self, site: Upstream) -> AsyncGenerator[list[bytes]]:
-        self._site = site
+        self._site, self._is_asked = site, False
         up, path = self._ascent, self._ascent.protocol.path
         data, headers = up.encoded(self._charge.service_tier), up.all_headers()
         with site.serving():
-            async with site.http.request("POST", path, data, headers) as answer:
+            async with site.http.request("POST", path, data, headers, self._sent_up) as answer:
                 self._asked = answer.asked
                 if answer.status < 500:  # a body that it refuses is no fault of its own
                     site.answered()
                 if answer.status != 200:
+                    self._is_asked = False
                     said = await answer.whole(MAX_REFUSAL_BYTES)
                     raise refusal_of(answer, said)
                 is_stream = answer.headers.get("content-type", "").startswith(_STREAM)
@@ -175,6 +177,9 @@ class Passage:
                     raise answer.asked.fault(f"a stream: {is_stream}", UNREADABLE)
                 async for events in self._parts(answer):
                     yield events
+
+    def _sent_up(self) -> None:
+        self._is_asked = True
 
     async def _parts(self, answer: HttpAnswer) -> AsyncGenerator[list[bytes]]:
         if not self.job.stream:
@@ -270,7 +275,8 @@ class Passage:
         return self.usage() if self.job.stream else EMPTY
 
     def _billed(self) -> tuple[Usage, bool]:
-        if not self._has_begun:
+        left = self._is_asked and self._outcome is Outcome.CLIENT_GONE
+        if not (self._has_begun or left):
             return EMPTY, False
         return billed(
             self._reader.counted,

@@ -88,16 +88,16 @@ class RunningAnswer:
         cached, or nothing that can be believed."""
         if self.is_counted or not self.has_begun:
             return
-        self._fix(len(self.request.tokens), num_cached or 0, {})
-        if num_cached is None and self.request.cache and self._lookup is not None:
-            self._lookup = Lookup(
-                self._lookup.runs, MissReason.UNREPORTED, self._block_size, self._lookup.absence
-            )
-            self._reasons = {MissReason.UNREPORTED: self._counts.miss}
+        if num_cached is None:
+            self._unreported()
+        else:
+            self._fix(len(self.request.tokens), num_cached, {})
 
-    def cut_short(self, report: Report | None) -> None:
+    def cut_short(self, report: Report | None, *, unreported: bool = False) -> None:
         """The request ended during its prompt. Tokens that a report tells served or computed
-        count."""
+        count; all of them, if it is `unreported` how many of them the engine computed."""
+        if unreported:
+            self._unreported()
         if report is None or not report.admitted_ns:
             return
         hits = sum(report.hits.values())
@@ -143,6 +143,14 @@ class RunningAnswer:
     def end(self, index: int) -> None:
         """A sequence ended before it began."""
         self._live.discard(index)
+
+    def _unreported(self) -> None:
+        self._fix(len(self.request.tokens), 0, {})
+        if self.request.cache and self._lookup is not None:
+            self._lookup = Lookup(
+                self._lookup.runs, MissReason.UNREPORTED, self._block_size, self._lookup.absence
+            )
+            self._reasons = {MissReason.UNREPORTED: self._counts.miss}
 
     def _fix(self, prompt: int, device: int, below: Mapping[str, int]) -> None:
         hits = {tier: below.get(tier, 0) for tier in TierName} | {TierName.DEVICE: device}

@@ -7,9 +7,10 @@ Redirects are not followed, cookies not kept, and the environment's proxies not 
 
 import io
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -153,10 +154,19 @@ class EngineHttp:
         path: str,
         body: bytes | None = None,
         headers: Mapping[str, str] | None = None,
+        sent: Callable[[], None] = lambda: None,
     ) -> AsyncIterator[HttpAnswer]:
         """A response with its headers, whatever its status. Its connection is closed at the end of
-        the block."""
+        the block. `sent` is called once all of the body is written."""
         asked = EngineCall(f"{self.url}{path}", self._key)
+        rest = len(body or b"")
+
+        def count(num_bytes: int) -> None:
+            nonlocal rest
+            rest -= num_bytes
+            if not rest:
+                sent()
+
         with asked.faults():
             response = await self._opened().request(
                 method,
@@ -165,15 +175,18 @@ class EngineHttp:
                 headers={"content-type": "application/json", **(headers or {})},
                 allow_redirects=False,
                 timeout=aiohttp.ClientTimeout(None, CONNECT_S, SILENCE_S, CONNECT_S),
+                trace_request_ctx=count,
             )
         try:
             yield HttpAnswer(asked, response)
         finally:
             response.close()
 
-    async def events(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any]]:
+    async def events(
+        self, path: str, body: Mapping[str, Any], sent: Callable[[], None] = lambda: None
+    ) -> AsyncGenerator[dict[str, Any]]:
         """The events of a stream, up to its `[DONE]`, or the answer that comes whole."""
-        async with self.request("POST", path, orjson.dumps(body)) as answer:
+        async with self.request("POST", path, orjson.dumps(body), sent=sent) as answer:
             asked = answer.asked
             if answer.status != 200:
                 raise asked.refusal(answer, await answer.whole(MAX_ERROR_BYTES))
@@ -209,14 +222,23 @@ class EngineHttp:
                 if self._socket is None
                 else aiohttp.UnixConnector(self._socket, limit=0, force_close=True)
             )
+            tracing = aiohttp.TraceConfig()
+            tracing.on_request_chunk_sent.append(_count_sent)
             key = {"authorization": f"Bearer {self._key}"} if self._key else {}
             self._session = aiohttp.ClientSession(
                 connector=connector,
                 cookie_jar=aiohttp.DummyCookieJar(),
                 auto_decompress=False,  # a few bytes would become many
                 headers={"accept-encoding": "identity", "user-agent": "cachesvc", **key},
+                trace_configs=[tracing],
             )
         return self._session
+
+
+async def _count_sent(
+    _: aiohttp.ClientSession, about: SimpleNamespace, part: aiohttp.TraceRequestChunkSentParams
+) -> None:
+    about.trace_request_ctx(len(part.chunk))
 
 
 def _words(said: bytes) -> str:

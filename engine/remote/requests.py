@@ -49,6 +49,11 @@ class _Running:
     ended: dict[int, FinishReason] = field(default_factory=dict)  # ended by us, with the reason
     done: set[int] = field(default_factory=set)  # the engine has said how they end
     is_arriving: bool = True  # its prompt has not begun
+    is_sent: bool = False  # the engine has all of its prompt
+
+    def sent(self) -> None:
+        self.is_sent = True
+
     error: str | None = None
 
 
@@ -152,7 +157,8 @@ class RemoteRequests:
             await self._try(running, index)
         except asyncio.CancelledError:
             if not running.answer.has_begun:
-                running.answer.cut_short(await self._last_report(name))
+                silent = self._reports is None and running.is_sent
+                running.answer.cut_short(await self._last_report(name), unreported=silent)
             raise
         finally:
             if self._reports is not None:
@@ -210,7 +216,8 @@ class RemoteRequests:
         """Passes on what an engine says. Its end waits for the usage that comes after it."""
         protocol, num_tokens, usage = upstream.remote.protocol, 0, None
         held: Told | None = None
-        asked = upstream.http.events(protocol.path, protocol.body(ask))
+        running.is_sent = False
+        asked = upstream.http.events(protocol.path, protocol.body(ask), running.sent)
         with upstream.serving():
             async with aclosing(asked) as events:
                 async for event in events:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import Callable
 from typing import Any
 
 from fastapi import FastAPI
@@ -39,6 +40,14 @@ class Visit:
 
     def leave(self) -> None:
         self._left.set()
+
+    async def leave_when(self, reached: Callable[[], bool]) -> None:
+        """Goes away at this moment, and waits until the app is done with it."""
+        async with asyncio.timeout(30):
+            while not reached():
+                await asyncio.sleep(0.005)
+        self.leave()
+        await self.task
 
     @property
     def text(self) -> str:

@@ -3,6 +3,7 @@
 The engine is a stand-in that speaks real HTTP, as vLLM 0.32 and SGLang's documentation do.
 """
 
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from engine.models.describe import describe_folder
 from engine.remote import client as client_module
 from engine.remote import engine as engine_module
 from engine.remote.find import PROBE
+from tests.api.driver import Visit
 from tests.api.real_service import served as serving
 from tests.patience import PATIENCE_S
 from tests.support.models import save_tiny_model
@@ -273,6 +275,36 @@ async def test_after_the_first_token_a_stream_ends_with_an_error_and_pays_what_w
         whole = await client.post("/v1/completions", json=body())
         assert whole.status_code in (502, 504)
         assert 1 == len(charges(service)), "of an answer sent whole nothing was sent"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_pays_the_prompt_once_the_engine_has_it(
+    engine, model, tmp_path, stream
+):
+    """It may be computed, and nothing tells. A body that nobody takes is none."""
+    engine.script = [2.0, *[vllm_chunk([72]), 0.02] * 2000]
+    async with serving(tmp_path, model, engine_backend=engine.url) as (service, client):
+        app: Any = client._transport.app
+
+        def begun() -> int:
+            return service.core.engine.stats().engines[0].num_in_flight
+
+        visit = Visit(app, "/v1/completions", body(stream=stream), host="localhost").start()
+        await visit.leave_when(lambda: bool(engine.asked))
+        assert engine.left.wait(30) and begun() == 0
+        assert [{"miss": 40}] == charges(service)
+        metrics = (await client.get("/metrics")).text
+        assert 'cachesvc_miss_tokens_total{reason="unreported"} 40.0' in metrics
+        engine.shutdown()
+        fillers = [socket.socket() for _ in range(2 * engine.request_queue_size)]
+        for each in fillers:
+            each.setblocking(False)
+            each.connect_ex(engine.server_address)
+        visit = Visit(app, "/v1/completions", body(stream=stream), host="localhost").start()
+        await visit.leave_when(lambda: begun() == 1)
+        for each in fillers:
+            each.close()
+        assert 1 == len(charges(service))
 
 
 @pytest.mark.parametrize("case", UNREPORTED)

@@ -5,9 +5,12 @@ be proved.
 """
 
 import asyncio
+import contextlib
 import random
-from collections.abc import AsyncIterator
+import socket
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,7 @@ from billing.gate.entries import Entry, Kind
 from billing.proof import audit
 from billing.store import reports
 from cachesvc.service import Service
+from engine.engine import EngineUse
 from tests.api.driver import Visit
 from tests.api.real_service import served as serving
 from tests.support.remote_engine import DONE, RESET, event, served
@@ -321,42 +325,76 @@ def _seen(answer: httpx.Response) -> tuple[int, str]:
     return answer.status_code, answer.json()["error"]["code"]
 
 
-@pytest.mark.parametrize("path", [CHAT, MESSAGES])
-async def test_a_client_that_leaves_ends_the_work_and_pays_what_came(up, tmp_path, path):
-    head, text, *_ = STREAMS[path]
-    up.script[path] = [*head, *text[:2], WAIT, *text * 5000]
-    asked = body(path, stream=True)
-    async with relaying(tmp_path, up) as (service, client):
-        app: Any = client._transport.app  # type: ignore[attr-defined]
-        visit = Visit(app, path, asked, host="localhost").start()
-        async with asyncio.timeout(30):
-            while '"i"' not in visit.text:
-                visit.arrived.clear()
-                await visit.arrived.wait()
-        visit.leave()
-        await visit.task
-        up.go.set()
-        assert await asyncio.to_thread(up.left.wait, 30), "the connection was closed"
-        await _quiet(service)
-        (entry,) = charges(service)
-        assert "client_gone" == entry.details["outcome"]
-        assert {"miss": bound(**asked), "output": 2} == usage_of(entry)
+HALF = b'{"choices": [{"index": 0, "message": {"content": "H'
+# What the endpoint has sent, of a stream and of an answer that comes whole, when the client leaves.
+MOMENTS: dict[str, tuple[Script, Script]] = {
+    "the body is sent": ([WAIT], [WAIT]),
+    "the headers came": ([b": hi\n\n", WAIT], [b" ", WAIT]),
+    "the first event came": ([*STREAMS[CHAT][0], WAIT], [b"{", WAIT]),
+    "in the middle": ([*STREAMS[CHAT][0], *STREAMS[CHAT][1][:2], WAIT], [HALF, WAIT]),
+}
 
 
-async def test_a_client_that_leaves_before_the_answer_pays_nothing(up, tmp_path):
-    up.script[CHAT] = [b"", WAIT]
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_ends_the_work_and_pays_the_prompt_once_it_is_sent(
+    up, tmp_path, stream
+):
+    """The endpoint may have computed it, and it bills the account for that."""
+    asked = body(CHAT, stream=stream)
     async with relaying(tmp_path, up) as (service, client):
-        app: Any = client._transport.app  # type: ignore[attr-defined]
-        visit = Visit(app, CHAT, body(CHAT, stream=True), host="localhost").start()
-        async with asyncio.timeout(30):
-            while not up.asked:
-                await asyncio.sleep(0.005)
-        visit.leave()
-        await visit.task
-        up.go.set()
-        await _quiet(service)
-        (entry,) = charges(service)
-        assert ({}, 0) == (usage_of(entry), entry.amount)
+        for number, (moment, scripts) in enumerate(MOMENTS.items()):
+            script = [*scripts[not stream], *STREAMS[CHAT][1] * 5000]
+            up.script[CHAT] = up.whole[CHAT] = script
+            up.go.clear()
+            up.left.clear()
+            said = joined(each for each in scripts[0] if isinstance(each, bytes) and stream)
+            visit = Visit(client._transport.app, CHAT, asked, host="localhost").start()
+            await visit.leave_when(partial(_has_said, up, number, visit, said.decode()))
+            up.go.set()
+            assert await asyncio.to_thread(up.left.wait, 30), f"{moment}: it was closed"
+            await _quiet(service)
+            entry = charges(service)[number]
+            assert "client_gone" == entry.details["outcome"], moment
+            sent = {"output": 2} if stream and moment == "in the middle" else {}
+            assert {"miss": bound(**asked), **sent} == usage_of(entry), moment
+        metrics = (await client.get("/metrics")).text
+        unreported = len(MOMENTS) * bound(**asked)
+        assert f'cachesvc_miss_tokens_total{{reason="unreported"}} {unreported}.0' in metrics
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_before_its_body_is_sent_pays_nothing(up, tmp_path, stream):
+    """Nobody takes it: neither the connection nor the bytes."""
+    async with relaying(tmp_path, up) as (service, client):
+        up.shutdown()
+        up.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        large = body(CHAT, stream=stream, padding="x" * 4_000_000)
+        taking = asyncio.create_task(asyncio.to_thread(_some_of_it, up))
+        app: Any = client._transport.app
+        await Visit(app, CHAT, large, host="localhost").start().leave_when(taking.done)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(await taking)
+            for _ in range(2 * up.request_queue_size):
+                filler = stack.enter_context(socket.socket())
+                filler.setblocking(False)
+                filler.connect_ex(up.server_address)
+            visit = Visit(app, CHAT, body(CHAT, stream=stream), host="localhost").start()
+            await visit.leave_when(lambda: sites(service)[0].num_in_flight == 1)
+        assert [({}, 0)] * 2 == [(usage_of(entry), entry.amount) for entry in charges(service)]
+
+
+def sites(service: Service) -> Sequence[EngineUse]:
+    return service.core.engine.stats().engines
+
+
+def _has_said(up: UpstreamServer, num_before: int, visit: Visit, said: str) -> bool:
+    return len(up.asked) > num_before and said in visit.text
+
+
+def _some_of_it(up: UpstreamServer) -> socket.socket:
+    connection, _ = up.socket.accept()
+    assert connection.recv(1 << 16)
+    return connection
 
 
 async def test_the_server_stops_while_a_stream_passes(up, tmp_path):

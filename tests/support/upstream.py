@@ -21,7 +21,8 @@ Script = Sequence[bytes | str]
 
 
 class UpstreamServer(ThreadingHTTPServer):
-    """`script` is a stream's answer by path, `whole` one that comes at once. `status` refuses."""
+    """`script` is a stream's answer by path, `whole` one that comes at once, or bit by bit.
+    `status` refuses. A `WAIT` at the beginning comes before the headers."""
 
     daemon_threads = True
 
@@ -30,7 +31,7 @@ class UpstreamServer(ThreadingHTTPServer):
         self.cards: list[dict[str, Any]] = [{"id": name, "max_model_len": 4000, **card}]
         self.status, self.headers, self.refusal = 200, dict[str, str](), b"{}"
         self.script: dict[str, Script] = {}
-        self.whole: dict[str, bytes] = {}
+        self.whole: dict[str, bytes | Script] = {}
         self.asked: list[tuple[str, Mapping[str, str], dict[str, Any]]] = []
         self.go, self.left = threading.Event(), threading.Event()
 
@@ -58,14 +59,18 @@ class _Handler(BaseHTTPRequestHandler):
         if server.status != 200:
             self._say(server.status, server.refusal)
         elif body.get("stream"):
-            self._stream(server.script[self.path])
+            self._stream(server.script[self.path], "text/event-stream")
+        elif isinstance(whole := server.whole[self.path], bytes):
+            self._say(200, whole)
         else:
-            self._say(200, server.whole[self.path])
+            self._stream(whole, "application/json")
 
-    def _stream(self, script: Script) -> None:
+    def _stream(self, script: Script, kind: str) -> None:
+        if script and script[0] == WAIT:
+            assert self.server.go.wait(30)
         if not script or script[0] != RESET:
             self.send_response(200)
-            self.send_header("content-type", "text/event-stream")
+            self.send_header("content-type", kind)
             self.send_header("transfer-encoding", "chunked")
             self._send_headers()
         try:

@@ -141,6 +141,14 @@ def test_a_prompt_that_was_cut_short_counts_what_was_done(report, prompt, hit):
     assert output.counts.hit + output.counts.miss == output.counts.prompt
 
 
+def test_a_prompt_that_was_cut_short_in_silence_is_an_unreported_miss():
+    answer = RunningAnswer(request(100), SIZE, now_ns=1)
+    answer.cut_short(None, unreported=True)
+    output = answer.output(0, 9, finish=FinishReason.ABORT)
+    assert (100, 0) == (output.counts.prompt, output.counts.hit)
+    assert {MissReason.UNREPORTED: 100} == output.miss_reasons
+
+
 def test_only_the_last_sequence_ends_the_request():
     answer = RunningAnswer(request(20, n=3), SIZE, now_ns=1)
     answer.begin(None, now_ns=2)

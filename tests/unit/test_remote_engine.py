@@ -38,9 +38,12 @@ class Http:
         self.script = script
         self.asked: list[tuple[str, Mapping[str, Any]]] = []
 
-    async def events(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[Event]:
+    async def events(
+        self, path: str, body: Mapping[str, Any], sent: Callable[[], None]
+    ) -> AsyncGenerator[Event]:
         name = body["kv_transfer_params"][TAG]["id"]
         self.asked.append((name, body))
+        sent()
         async for event in self.script(name):
             yield event
 
