@@ -20,12 +20,13 @@ from api.collaborators import Collaborators
 from api.context import Arrival, RequestLog
 from api.job import Asked, Delivered, Job, Served
 from api.journal.journal import RequestTrail
-from api.requests.delivery import Delivery, DeliveryResponse, Producer, WireFormat
+from api.requests.delivery import Delivery, DeliveryResponse, Producer
 from api.requests.generation import Generation
 from api.requests.idempotency import claim, replayed
 from api.requests.metering import LedgerCharge
 from api.requests.publishing import check_publishable
 from api.requests.turns import assistant_message
+from api.shapes.answer import WireFormat
 from api.shapes.schemas import Extension
 from api.shapes.usage import timings_ms
 from billing.gate.outcomes import Outcome

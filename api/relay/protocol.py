@@ -12,8 +12,8 @@ import orjson
 from api.errors import ErrorAnswer
 from api.headers import DONE, event
 from api.job import Asked, Bill, Delta, Served
+from api.shapes.answer import WireFormat
 from api.shapes.messages_format import anthropic_error
-from billing.usage import Usage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,15 +106,12 @@ def answer_bytes(document: Mapping[str, Any]) -> int:
     return sum(text_bytes(document.get(name)) for name in ("choices", "content", "output"))
 
 
-class PassedFormat:
-    """An answer as it came; see `api.requests.delivery.WireFormat`."""
+class PassedFormat(WireFormat):
+    """An answer as it came."""
 
     def __init__(self, protocol: ClientProtocol) -> None:
         self._protocol = protocol
         self._body = b""
-
-    def opening(self, usage: Usage) -> bytes:
-        return b""
 
     def chunk(self, delta: Delta) -> bytes:
         return delta.raw

@@ -33,6 +33,7 @@ from api.headers import EVENT_STREAM
 from api.job import Asked, Bill, Delivered, Delta, Job, Served
 from api.requests.metering import LedgerCharge
 from api.requests.publishing import PUBLISHED, Publisher
+from api.shapes.answer import WireFormat
 from billing.gate.outcomes import Outcome
 from billing.usage import Usage
 from engine.errors import RemoteFault
@@ -71,38 +72,6 @@ class Producer(Protocol):
     def fail(self, reason: str) -> None: ...
 
     def close(self) -> None: ...
-
-
-class WireFormat(Protocol):
-    """How one protocol writes one answer."""
-
-    def opening(self, usage: Usage) -> bytes:
-        """The events before any text, called first. `usage` is empty while the request waits."""
-        ...
-
-    def chunk(self, delta: Delta) -> bytes:
-        """The events of a delta; empty if it has nothing to show yet."""
-        ...
-
-    def closing(self, served: Served, bill: Bill, asked: Asked) -> bytes:
-        """The events after the settlement, up to the end of the stream."""
-        ...
-
-    def error(self, answer: ErrorAnswer) -> bytes:
-        """The events that end a stream that fails."""
-        ...
-
-    def absorb(self, delta: Delta) -> None:
-        """Takes in a delta of an answer that is sent whole."""
-        ...
-
-    def body(self, served: Served, bill: Bill, asked: Asked) -> Mapping[str, Any]:
-        """The whole answer."""
-        ...
-
-    def refusal(self, answer: ErrorAnswer) -> Mapping[str, Any]:
-        """The body for an answer that failed."""
-        ...
 
 
 @dataclass(slots=True, kw_only=True)

@@ -1,8 +1,8 @@
 """POST /v1/completions: one or several prompts in, plain text out."""
 
 import asyncio
-import time
 from array import array
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -11,21 +11,22 @@ from starlette.responses import Response
 from api.admission import deliver
 from api.collaborators import Collaborators
 from api.context import Arrival, received, request_context
-from api.errors import ErrorAnswer, ended_by
-from api.headers import DONE, event, names_of
-from api.job import Asked, Bill, Delta, Job, Served
+from api.headers import names_of
+from api.job import Delta, Job, Served
 from api.relay.protocol import COMPLETIONS
 from api.routes.prompts import encode_prompt
 from api.routes.relayed import relayed
 from api.served_model import ServedModel, find_model
+from api.shapes.answer import ChoicesFormat
 from api.shapes.apart import contents_of
 from api.shapes.body import parse
-from api.shapes.logprobs import prompt_logprobs, text_decoder, text_logprobs, text_of
+from api.shapes.logprobs import TextLogprobs
+from api.shapes.reply import Reply
 from api.shapes.schemas import CompletionBody
 from api.shapes.structured import source_asked
-from api.shapes.usage import closing, tier_answered
+from api.tools.pieces import Plain
 from billing.usage import Usage
-from engine.request import FinishReason, TokenLogprob
+from engine.request import TokenLogprob
 
 router = APIRouter(tags=["completions"])
 
@@ -40,9 +41,7 @@ async def completions(request: Request) -> Response:
     body = parse(arrival.raw, CompletionBody)
     job = await completion_job(arrival, body)
     echoes = _echoes(job, body)
-    wire_format = CompletionFormat(
-        job, echoes, body.wants_usage_chunk, prompt_logprobs=body.prompt_logprobs is not None
-    )
+    wire_format = CompletionFormat(job, echoes, usage_follows=body.wants_usage_chunk)
     return await deliver(arrival, job, body.extension, wire_format)
 
 
@@ -96,105 +95,45 @@ def _echoes(job: Job, body: CompletionBody) -> list[str]:
     ]
 
 
-class CompletionFormat:
-    """Text completion objects of one answer; see `api.requests.delivery.WireFormat`."""
+class CompletionFormat(ChoicesFormat):
+    """Text completion objects of one answer."""
 
-    def __init__(
-        self, job: Job, echoes: list[str], usage_follows: bool, *, prompt_logprobs: bool = False
-    ) -> None:
-        self._job = job
-        self._prompt_logprobs = prompt_logprobs
+    prefix = "cmpl"
+    kind = chunk_kind = "text_completion"
+
+    def __init__(self, job: Job, echoes: list[str], *, usage_follows: bool) -> None:
         self._echoes = [echo for echo in echoes for _ in range(job.params.n)]
-        self._usage_follows = usage_follows
-        self._head = {
-            "id": f"cmpl-{job.request_id}",
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": job.model.name,
-        }
-        self._offsets = [len(echo) for echo in self._echoes]
-        self._decoders = [text_decoder() for _ in self._echoes]
-        self._texts: list[list[str]] = [[echo] for echo in self._echoes]
-        self._logprobs: list[list[TokenLogprob]] = [[] for _ in self._echoes]
-        self._finishes: list[FinishReason | None] = [None for _ in self._echoes]
+        replies = [Reply(Plain()) for _ in self._echoes]
+        super().__init__(job, replies, usage_follows=usage_follows)
+        self._streamed = [TextLogprobs(job.model.tokenizer) for _ in self._echoes]
 
     def opening(self, usage: Usage) -> bytes:
         """The echoed prompts; nothing without `echo`."""
-        echoes = enumerate(self._echoes)
-        return b"".join(event(self._chunk(n, echo, None, None)) for n, echo in echoes if echo)
+        return b"".join(
+            self._chunk(n, {"text": echo}) for n, echo in enumerate(self._echoes) if echo
+        )
 
     def chunk(self, delta: Delta) -> bytes:
-        shown = self._logprobs_of(delta)
+        self.absorb(delta)
+        shown = self._logprobs(delta.choice, delta.logprobs) if delta.logprobs else None
         if not delta.text and delta.finish is None and shown is None:
             return b""
-        chunk = self._chunk(delta.choice, delta.text, shown, delta.finish)
-        if delta.refusal is not None:
-            chunk["cachesvc"] = ended_by(delta.refusal)
-        return event(chunk)
+        ended = delta if delta.finish else None
+        return self._chunk(delta.choice, {"text": delta.text}, shown, ended)
 
-    def closing(self, served: Served, bill: Bill, asked: Asked) -> bytes:
-        if not self._usage_follows and asked == Asked():
-            return DONE
-        return event(self._head | {"choices": []} | self._closing(served, bill, asked)) + DONE
+    def _said(self, number: int, reply: Reply) -> dict[str, Any]:
+        return {"text": self._echoes[number] + reply.text}
 
-    def error(self, answer: ErrorAnswer) -> bytes:
-        return event(answer.body()) + DONE
-
-    def refusal(self, answer: ErrorAnswer) -> dict[str, Any]:
-        return answer.body()
-
-    def absorb(self, delta: Delta) -> None:
-        self._texts[delta.choice].append(delta.text)
-        self._logprobs[delta.choice] += delta.logprobs
-        self._finishes[delta.choice] = delta.finish or self._finishes[delta.choice]
-
-    def body(self, served: Served, bill: Bill, asked: Asked) -> dict[str, Any]:
-        choices: list[dict[str, Any]] = [
-            {
-                "index": number,
-                "text": "".join(texts),
-                "logprobs": self._whole_logprobs(number, served),
-                "finish_reason": self._finishes[number],
-            }
-            for number, texts in enumerate(self._texts)
-        ]
-        if self._prompt_logprobs:
-            for number, choice in enumerate(choices):
-                shown = served.prompt_logprobs[number // self._job.params.n]
-                choice["prompt_logprobs"] = prompt_logprobs(self._job.model.tokenizer, shown)
-        return self._head | {"choices": choices} | self._closing(served, bill, asked)
-
-    def _closing(self, served: Served, bill: Bill, asked: Asked) -> dict[str, Any]:
-        return tier_answered(self._job, bill) | closing(served, bill, asked)
-
-    def _logprobs_of(self, delta: Delta) -> dict[str, Any] | None:
-        """The delta's logprobs; advances the choice's text offset."""
-        if self._job.params.logprobs is None or not delta.logprobs:
-            return None
-        tokenizer, decoder = self._job.model.tokenizer, self._decoders[delta.choice]
-        state, offset = decoder.getstate(), self._offsets[delta.choice]
-        shown = text_logprobs(tokenizer, delta.logprobs, offset, decoder=decoder)
-        decoder.setstate(state)
-        ended = (text_of(tokenizer, each.token, decoder) for each in delta.logprobs)
-        self._offsets[delta.choice] += sum(map(len, ended))
-        return shown
-
-    def _whole_logprobs(self, number: int, served: Served) -> dict[str, Any] | None:
-        """The logprobs of the answer's tokens, after the prompt's if `echo` is set."""
+    def _logprobs(
+        self, number: int, tokens: Sequence[TokenLogprob], served: Served | None = None
+    ) -> dict[str, Any] | None:
+        """With an echo, the prompt's are before the answer's."""
         if self._job.params.logprobs is None:
             return None
-        tokenizer, answer = self._job.model.tokenizer, self._logprobs[number]
+        if served is None:
+            return self._streamed[number].columns(tokens)
+        whole, prompt = TextLogprobs(self._job.model.tokenizer), number // self._job.params.n
         if not self._echoes[number]:
-            return text_logprobs(tokenizer, answer, self._offsets[number])
-        prompt = number // self._job.params.n
-        whole = [*served.prompt_logprobs[prompt], *answer]
-        return text_logprobs(tokenizer, whole, 0, first=self._job.prompts[prompt][0])
-
-    def _chunk(
-        self, number: int, text: str, shown: dict[str, Any] | None, finish: FinishReason | None
-    ) -> dict[str, Any]:
-        choice = {"index": number, "text": text, "logprobs": shown, "finish_reason": finish}
-        chunk = self._head | {"choices": [choice]}
-        if self._usage_follows:
-            chunk["usage"] = None
-        return chunk
+            return whole.columns(tokens)
+        first = self._job.prompts[prompt][0]
+        return whole.columns([*served.prompt_logprobs[prompt], *tokens], first=first)

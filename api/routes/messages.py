@@ -40,7 +40,7 @@ async def _format(
 ) -> MessagesFormat:
     """The answer's format; with diagnostics, its prompt is known to later requests."""
     if asked is None:
-        return MessagesFormat(chat.job, chat.new_reply)
+        return MessagesFormat(chat.job, chat.new_reply())
     previous = asked.previous_message_id
     salt = wire.access.salts.of_tenant(tenant)
     found = await compared(wire, tenant, chat, previous)
@@ -50,7 +50,7 @@ async def _format(
             wire.records.fingerprints.put(salt, name, chat.fingerprint())
 
     diagnostics = anthropic_diagnostics(previous, found)
-    return MessagesFormat(chat.job, chat.new_reply, diagnostics=diagnostics, keep=keep)
+    return MessagesFormat(chat.job, chat.new_reply(), diagnostics=diagnostics, keep=keep)
 
 
 @router.post("/v1/messages/count_tokens")

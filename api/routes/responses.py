@@ -46,7 +46,7 @@ async def responses(request: Request) -> Response:
     keep = partial(_keep, wire, tenant, body, history, chat)
     options = body.prompt_cache_options or CacheOptions()
     found = await compared(wire, tenant, chat, options.comparison_response_id)
-    wire_format = ResponsesFormat(chat.job, chat.new_reply, body, keep, found)
+    wire_format = ResponsesFormat(chat.job, chat.new_reply(), body, keep, found)
     return await deliver(arrival, chat.job, asked.extension, wire_format)
 
 

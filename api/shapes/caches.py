@@ -5,14 +5,14 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
-from api.errors import ErrorAnswer, InvalidRequest
+from api.errors import InvalidRequest
 from api.headers import FIT_NAME
 from api.job import Asked, Bill, Delta, Kept, Served
+from api.shapes.answer import WireFormat
 from api.shapes.body import MESSAGES_MAX, Body, Items
 from api.shapes.message import Message
 from api.shapes.schemas import ChatBody, CompletionBody, Extension
 from api.shapes.usage import closing
-from billing.usage import Usage
 
 MIN_TTL_S, MAX_TTL_S = 60, 7 * 86_400
 DEFAULT_TTL_S = 3600
@@ -100,29 +100,17 @@ def cache_document(kept: Kept, model: str | None) -> dict[str, Any]:
     }
 
 
-class CacheFormat:
-    """A new cache, with the usage of computing it; see `delivery.WireFormat`."""
+class CacheFormat(WireFormat):
+    """A new cache, with the usage of computing it. It has no text."""
 
     def __init__(self, document: dict[str, Any]) -> None:
         self._document = document
-
-    def opening(self, usage: Usage) -> bytes:
-        return b""
 
     def chunk(self, delta: Delta) -> bytes:
         return b""
 
     def closing(self, served: Served, bill: Bill, asked: Asked) -> bytes:
         return b""
-
-    def error(self, answer: ErrorAnswer) -> bytes:
-        return b""
-
-    def refusal(self, answer: ErrorAnswer) -> dict[str, Any]:
-        return answer.body()
-
-    def absorb(self, delta: Delta) -> None:
-        """Does nothing: there is no text."""
 
     def body(self, served: Served, bill: Bill, asked: Asked) -> dict[str, Any]:
         return self._document | closing(served, bill, asked)

@@ -42,6 +42,7 @@ GENERATION: Final[Mapping[str, Unserved]] = {
     "lora_path": Unserved("name the adapter as the model", _EMPTY),
     "no_repeat_ngram_size": Unserved("use repetition_penalty", (0,)),
     "prompt_embeds": Unserved("send a text or token ids", _EMPTY),
+    "prompt_logprobs": Unserved("use /v1/completions with echo and logprobs", ()),
     "return_token_ids": Unserved("/tokenize gives the ids of a text"),
     "return_tokens_as_token_ids": Unserved("logprobs name tokens by their text"),
     "skip_special_tokens": Unserved("special tokens are never in the text", (True,)),

@@ -1,7 +1,8 @@
 """Log-probabilities in OpenAI's two shapes: by token for chat, by column for text."""
 
 import codecs
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from api.served_model import Tokenizer
@@ -22,79 +23,40 @@ def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenLogprob]) -> dict[
     return {"content": content, "refusal": None}
 
 
-def text_logprobs(
-    tokenizer: Tokenizer,
-    tokens: Sequence[TokenLogprob],
-    offset: int,
-    *,
-    first: int | None = None,
-    decoder: codecs.IncrementalDecoder | None = None,
-) -> dict[str, Any]:
-    """`choices[].logprobs` of a completion; `offset` is where the first token's text begins.
+class TextLogprobs:
+    """`choices[].logprobs` of a completion, in columns, for its tokens in order."""
 
-    `first` is an echoed prompt's first token, which has no probability. `decoder` holds the part of
-    a character with which earlier tokens ended.
-    """
-    names = [_name(tokenizer, each.token) for each in tokens]
-    values: list[float | None] = [_finite(each.logprob) for each in tokens]
-    tops: list[dict[str, float] | None] = [
-        {_name(tokenizer, token): _finite(value) for token, value in each.top} for each in tokens
-    ]
-    if first is not None:
-        names, values, tops = [_name(tokenizer, first), *names], [None, *values], [None, *tops]
-    ids = [*(() if first is None else (first,)), *(each.token for each in tokens)]
-    return {
-        "tokens": names,
-        "token_logprobs": values,
-        "top_logprobs": tops,
-        "text_offset": list(_offsets(tokenizer, ids, decoder or text_decoder(), offset)),
-    }
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._offset = 0  # where the next token's text begins
 
+    def columns(
+        self, tokens: Sequence[TokenLogprob], *, first: int | None = None
+    ) -> dict[str, Any]:
+        """The next tokens'. `first` is an echoed prompt's first, which has no probability."""
+        name, told = partial(_name, self._tokenizer), first is not None
+        ids = [*([first] if first is not None else []), *(each.token for each in tokens)]
+        tops = [{name(token): _finite(value) for token, value in each.top} for each in tokens]
+        return {
+            "tokens": [name(token) for token in ids],
+            "token_logprobs": [None] * told + [_finite(each.logprob) for each in tokens],
+            "top_logprobs": [None] * told + tops,
+            "text_offset": [self._begin(token) for token in ids],
+        }
 
-def text_decoder() -> codecs.IncrementalDecoder:
-    return codecs.getincrementaldecoder("utf-8")(errors="replace")
-
-
-def text_of(tokenizer: Tokenizer, token: int, decoder: codecs.IncrementalDecoder) -> str:
-    """The characters that a token ends; special tokens are not in the text."""
-    special = token in tokenizer.special_token_ids
-    return "" if special else decoder.decode(tokenizer.token_bytes(token))
-
-
-def _offsets(
-    tokenizer: Tokenizer, ids: Sequence[int], decoder: codecs.IncrementalDecoder, offset: int
-) -> Iterator[int]:
-    """Where each token's text begins. Tokens within one character begin where that does."""
-    for token in ids:
-        yield offset
-        offset += len(text_of(tokenizer, token, decoder))
-
-
-def prompt_logprobs(
-    tokenizer: Tokenizer, tokens: Sequence[TokenLogprob]
-) -> list[dict[str, Any] | None]:
-    """`prompt_logprobs` in vLLM's shape: None for the first token, then by token id."""
-    entries: list[dict[str, Any] | None] = [None]
-    for each in tokens:
-        ranked = [(token, value, rank) for rank, (token, value) in enumerate(each.top, 1)]
-        ranked.append((each.token, each.logprob, each.rank))
-        entries.append(
-            {
-                str(token): {
-                    "logprob": _finite(value),
-                    "rank": rank,
-                    "decoded_token": _name(tokenizer, token),
-                }
-                for token, value, rank in ranked
-            }
-        )
-    return entries
+    def _begin(self, token: int) -> int:
+        """Where a token's text begins. Tokens within one character begin where that does; special
+        tokens are not in the text."""
+        begun = self._offset
+        if token not in self._tokenizer.special_token_ids:
+            self._offset += len(self._decoder.decode(self._tokenizer.token_bytes(token)))
+        return begun
 
 
 def _entry(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, Any]:
-    raw = tokenizer.token_bytes(token)
-    text = raw.decode("utf-8", errors="replace")
-    return {"token": text, "logprob": _finite(logprob), "bytes": list(raw)}
+    raw = list(tokenizer.token_bytes(token))
+    return {"token": _name(tokenizer, token), "logprob": _finite(logprob), "bytes": raw}
 
 
 def _name(tokenizer: Tokenizer, token: int) -> str:

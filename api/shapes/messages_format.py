@@ -8,9 +8,10 @@ import orjson
 from api.errors import ErrorAnswer
 from api.headers import event
 from api.job import Asked, Bill, Comparison, Delta, Job, PromptPart, Served
+from api.shapes.answer import ItemsFormat
 from api.shapes.reply import Reply
 from api.shapes.usage import hit_classes, vendor_block, write_classes
-from api.tools.pieces import CallArguments, CallStart, Piece, Text, Thought
+from api.tools.pieces import CallStart, Text, Thought
 from billing.usage import Usage
 from engine.request import FinishReason
 
@@ -77,24 +78,22 @@ def anthropic_usage(usage: Usage, service_tier: str = "") -> dict[str, Any]:
     }
 
 
-class MessagesFormat:
-    """One message; see `api.requests.delivery.WireFormat`."""
+class MessagesFormat(ItemsFormat):
+    """One message. `keep` takes its id when it is answered."""
 
     def __init__(
         self,
         job: Job,
-        new_reply: Callable[[], Reply],
+        reply: Reply,
         *,
         diagnostics: Mapping[str, Any] | None = None,
         keep: Callable[[str], None] | None = None,
     ) -> None:
-        self._job = job
+        super().__init__(job, reply)
         self._diagnostics = diagnostics
-        self._keep = keep  # takes the id of an answered message
-        self._reply = new_reply()
-        self._blocks = 0  # number opened so far
-        self._open: str | None = None  # the kind of the block that is open
-        self._stop: str | None = None
+        self._keep = keep
+        self._num_blocks = 0  # opened so far
+        self._field = ""  # of the open block's deltas, which are of type <field>_delta
 
     def opening(self, usage: Usage) -> bytes:
         if not usage.prompt:  # not admitted yet, so its classes are unknown
@@ -102,14 +101,9 @@ class MessagesFormat:
         message = self._message([], None, anthropic_usage(usage))
         return _event({"type": "message_start", "message": message})
 
-    def chunk(self, delta: Delta) -> bytes:
-        self._stop = self._stop or delta.stop
-        events = b"".join([self._written(piece) for piece in self._reply.read(delta)])
-        return events + (self._close() if delta.finish is not None else b"")
-
     def closing(self, served: Served, bill: Bill, asked: Asked) -> bytes:
         self._answered()
-        reason = {"stop_reason": self._reason(), "stop_sequence": self._stop}
+        reason = {"stop_reason": self._reason(), "stop_sequence": self._reply.stop}
         ended = {
             "type": "message_delta",
             "delta": reason,
@@ -125,7 +119,6 @@ class MessagesFormat:
         return anthropic_error(answer)
 
     def absorb(self, delta: Delta) -> None:
-        self._stop = self._stop or delta.stop
         self._reply.read(delta)
 
     def body(self, served: Served, bill: Bill, asked: Asked) -> dict[str, Any]:
@@ -153,7 +146,7 @@ class MessagesFormat:
             "model": self._job.model.name,
             "content": content,
             "stop_reason": reason,
-            "stop_sequence": self._stop,
+            "stop_sequence": self._reply.stop,
             "usage": usage,
             "diagnostics": self._diagnostics,
         }
@@ -168,43 +161,33 @@ class MessagesFormat:
             return "tool_use"
         if reply.finish is FinishReason.LENGTH:
             return "max_tokens"
-        return "stop_sequence" if self._stop is not None else "end_turn"
+        return "stop_sequence" if reply.stop is not None else "end_turn"
 
-    def _written(self, piece: Piece) -> bytes:
+    def _begin(self, piece: Text | Thought | CallStart) -> bytes:
+        block: dict[str, Any]
         match piece:
-            case Text(text):
-                return self._said("text", {"text": ""}, {"type": "text_delta", "text": text})
-            case Thought(text):
-                empty = {"thinking": "", "signature": ""}
-                return self._said("thinking", empty, {"type": "thinking_delta", "thinking": text})
+            case Text():
+                block, self._field = {"type": "text", "text": ""}, "text"
+            case Thought():
+                block = {"type": "thinking", "thinking": "", "signature": ""}
+                self._field = "thinking"
             case CallStart(index, name):
-                call = self._reply.calls[index]
-                block = {"type": "tool_use", "id": call.id, "name": name, "input": {}}
-                return self._close() + self._begin("tool_use", block)
-            case CallArguments(_, text):
-                return self._delta({"type": "input_json_delta", "partial_json": text})
+                call_id = self._reply.calls[index].id
+                block = {"type": "tool_use", "id": call_id, "name": name, "input": {}}
+                self._field = "partial_json"
+        self._num_blocks += 1
+        return self._of_block("start", content_block=block)
 
-    def _said(self, kind: str, empty: dict[str, Any], delta: dict[str, Any]) -> bytes:
-        begun = b""
-        if self._open != kind:
-            begun = self._close() + self._begin(kind, {"type": kind, **empty})
-        return begun + self._delta(delta)
+    def _more(self, text: str) -> bytes:
+        kind = "input_json" if self._field == "partial_json" else self._field
+        return self._of_block("delta", delta={"type": f"{kind}_delta", self._field: text})
 
-    def _begin(self, kind: str, block: dict[str, Any]) -> bytes:
-        self._open = kind
-        self._blocks += 1
-        index = self._blocks - 1
-        return _event({"type": "content_block_start", "index": index, "content_block": block})
+    def _end(self) -> bytes:
+        return self._of_block("stop")
 
-    def _delta(self, delta: dict[str, Any]) -> bytes:
-        index = self._blocks - 1
-        return _event({"type": "content_block_delta", "index": index, "delta": delta})
-
-    def _close(self) -> bytes:
-        if self._open is None:
-            return b""
-        self._open = None
-        return _event({"type": "content_block_stop", "index": self._blocks - 1})
+    def _of_block(self, what: str, **fields: Any) -> bytes:
+        kind = f"content_block_{what}"
+        return _event({"type": kind, "index": self._num_blocks - 1, **fields})
 
 
 def _read(arguments: str) -> Any:

@@ -30,13 +30,14 @@ class Reply:
     """The content of one choice so far."""
 
     parser: Parser
-    style: Style
+    style: Style = Style.HERMES
     only_calls: bool = False  # a forced call that is cut before its name is no text
     texts: list[str] = field(default_factory=list)
     thoughts: list[str] = field(default_factory=list)
     calls: list[ToolCall] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish: FinishReason | None = None
+    stop: str | None = None  # the stop string that ended it
     reasoning_tokens: int = 0
     _thinking: bool = False
 
@@ -44,7 +45,7 @@ class Reply:
         """Takes in a delta and returns the pieces it adds."""
         pieces = self.parser.feed(delta.text)
         if delta.finish is not None:
-            self.finish = delta.finish
+            self.finish, self.stop = delta.finish, delta.stop
             pieces += self.parser.finish()
         if self.only_calls:
             pieces = [piece for piece in pieces if not isinstance(piece, Text)]
@@ -83,3 +84,8 @@ class Reply:
     def called(self) -> bool:
         """Whether it ended with calls for the client to run."""
         return bool(self.calls) and self.finish is FinishReason.STOP
+
+    @property
+    def finish_reason(self) -> str | None:
+        """In OpenAI's words."""
+        return "tool_calls" if self.called else self.finish

@@ -7,12 +7,13 @@ from typing import Any, Final
 
 from api.errors import ErrorAnswer
 from api.headers import event
-from api.job import COMPARED_TOKENS, Asked, Bill, Comparison, Delta, Job, PromptPart, Served
+from api.job import COMPARED_TOKENS, Asked, Bill, Comparison, Job, PromptPart, Served
+from api.shapes.answer import ItemsFormat
 from api.shapes.chat import message_of
 from api.shapes.reply import Reply
 from api.shapes.responses import ResponsesBody
-from api.shapes.usage import hit_classes, tier_answered, vendor_block, write_classes
-from api.tools.pieces import CallArguments, CallStart, Piece, Text, Thought
+from api.shapes.usage import responses_usage, tier_answered, vendor_block
+from api.tools.pieces import CallStart, Text, Thought
 from billing.usage import Usage
 from engine.request import FinishReason
 
@@ -47,8 +48,8 @@ def openai_diagnostics(found: Comparison | None, usage: Usage) -> dict[str, Any]
     }
 
 
-class ResponsesFormat:
-    """One response; see `api.requests.delivery.WireFormat`. `keep` takes it when it is answered.
+class ResponsesFormat(ItemsFormat):
+    """One response. `keep` takes it when it is answered.
 
     `found` compares its prompt with that of the response that the request names.
     """
@@ -56,16 +57,15 @@ class ResponsesFormat:
     def __init__(
         self,
         job: Job,
-        new_reply: Callable[[], Reply],
+        reply: Reply,
         body: ResponsesBody,
         keep: Keep,
         found: Comparison | None = None,
     ) -> None:
-        self._job = job
-        self._reply = new_reply()
+        super().__init__(job, reply)
         self._keep = keep
         self._items: list[dict[str, Any]] = []  # ended
-        self._open: dict[str, Any] | None = None
+        self._item: dict[str, Any] = {}  # open
         self._numbers = count()
         self._namespaces = body.namespaces
         self._head = _head(job, body)
@@ -78,10 +78,6 @@ class ResponsesFormat:
             "response.in_progress", response=begun
         )
 
-    def chunk(self, delta: Delta) -> bytes:
-        events = b"".join([self._written(piece) for piece in self._reply.read(delta)])
-        return events + (self._close() if delta.finish is not None else b"")
-
     def closing(self, served: Served, bill: Bill, asked: Asked) -> bytes:
         ended = self._close()
         response = self._ended(served, bill, asked)
@@ -91,15 +87,6 @@ class ResponsesFormat:
         failed = self._response("failed", None)
         failed["error"] = {"code": "server_error", "message": answer.message}
         return self._event("response.failed", response=failed)
-
-    def refusal(self, answer: ErrorAnswer) -> dict[str, Any]:
-        return answer.body()
-
-    def absorb(self, delta: Delta) -> None:
-        for piece in self._reply.read(delta):
-            self._written(piece)
-        if delta.finish is not None:
-            self._close()
 
     def body(self, served: Served, bill: Bill, asked: Asked) -> dict[str, Any]:
         return self._ended(served, bill, asked)
@@ -116,80 +103,77 @@ class ResponsesFormat:
         return response | vendor_block(served, bill, asked)
 
     def _response(self, status: str, usage: Usage | None) -> dict[str, Any]:
-        payload = None if usage is None else _usage(usage, self._reply.reasoning_tokens)
+        payload = None if usage is None else responses_usage(usage, self._reply.reasoning_tokens)
         return {**self._head, "status": status, "output": list(self._items), "usage": payload}
 
-    def _written(self, piece: Piece) -> bytes:
+    def _begin(self, piece: Text | Thought | CallStart) -> bytes:
         match piece:
-            case Text(text):
-                return self._said("message", "output_text", text)
-            case Thought(text):
-                return self._said("reasoning", "reasoning_text", text)
+            case Text():
+                extra: dict[str, Any] = {"annotations": [], "logprobs": []}
+                return self._begin_text("output_text", extra, "message", "msg", role="assistant")
+            case Thought():
+                return self._begin_text("reasoning_text", {}, "reasoning", "rs", summary=[])
             case CallStart(index, name):
-                call = self._reply.calls[index]
-                item = {"call_id": call.id, "name": name, "arguments": ""}
+                item = {"call_id": self._reply.calls[index].id, "name": name, "arguments": ""}
                 if name in self._namespaces:
                     item["namespace"] = self._namespaces[name]
-                return self._close() + self._begin("function_call", "fc", item)
-            case CallArguments(_, text):
-                assert self._open is not None
-                self._open["arguments"] += text
-                return self._more("response.function_call_arguments.delta", delta=text)
+                return self._begin_item("function_call", "fc", **item)
 
-    def _said(self, kind: str, part: str, text: str) -> bytes:
-        events = b""
-        if self._open is None or self._open["type"] != kind:
-            events = self._close() + self._begin_text(kind, part)
-        assert self._open is not None
-        self._open["content"][0]["text"] += text
-        more: dict[str, Any] = {"logprobs": []} if part == "output_text" else {}
-        return events + self._more(f"response.{part}.delta", content_index=0, delta=text, **more)
+    def _begin_text(
+        self, part: str, extra: Mapping[str, Any], kind: str, prefix: str, **fields: Any
+    ) -> bytes:
+        """Opens an item and its only part."""
+        events = self._begin_item(kind, prefix, **fields, content=[])
+        shown = {"type": part, "text": "", **extra}
+        self._item["content"].append(shown)
+        return events + self._of_part("response.content_part.added", part=shown)
 
-    def _begin_text(self, kind: str, part: str) -> bytes:
-        if kind == "message":
-            events = self._begin(kind, "msg", {"role": "assistant", "content": []})
-        else:
-            events = self._begin(kind, "rs", {"summary": [], "content": []})
-        assert self._open is not None
-        extra: dict[str, Any] = {"annotations": [], "logprobs": []} if kind == "message" else {}
-        self._open["content"].append({"type": part, "text": "", **extra})
-        shown = dict(self._open["content"][0])
-        return events + self._more("response.content_part.added", content_index=0, part=shown)
-
-    def _begin(self, kind: str, prefix: str, fields: Mapping[str, Any]) -> bytes:
+    def _begin_item(self, kind: str, prefix: str, **fields: Any) -> bytes:
         name = f"{prefix}_{self._job.request_id}_{len(self._items)}"
-        self._open = {"id": name, "type": kind, "status": "in_progress", **fields}
-        shown = {**self._open, **({"content": []} if "content" in fields else {})}
-        return self._event("response.output_item.added", output_index=len(self._items), item=shown)
+        self._item = {"id": name, "type": kind, "status": "in_progress", **fields}
+        return self._of_answer("response.output_item.added")
 
-    def _close(self) -> bytes:
-        """Ends the open item."""
-        if self._open is None:
-            return b""
-        item, events = self._open, b""
-        if item["type"] == "function_call":
+    def _more(self, text: str) -> bytes:
+        if self._open is CallStart:
+            self._item["arguments"] += text
+            return self._of_item("response.function_call_arguments.delta", delta=text)
+        part = self._item["content"][0]
+        part["text"] += text
+        return self._of_part(f"response.{part['type']}.delta", delta=text, **_no_logprobs(part))
+
+    def _end(self) -> bytes:
+        item = self._item
+        if self._open is CallStart:
             payload = {"name": item["name"], "arguments": item["arguments"]}
-            events = self._more("response.function_call_arguments.done", **payload)
+            events = self._of_item("response.function_call_arguments.done", **payload)
         else:
             part = item["content"][0]
-            payload = {"text": part["text"]} | ({"logprobs": []} if "logprobs" in part else {})
-            events = self._more(f"response.{part['type']}.done", content_index=0, **payload)
-            events += self._more("response.content_part.done", content_index=0, part=part)
+            payload = {"text": part["text"], **_no_logprobs(part)}
+            events = self._of_part(f"response.{part['type']}.done", **payload)
+            events += self._of_part("response.content_part.done", part=part)
         cut = self._reply.finish is FinishReason.LENGTH
         item["status"] = "incomplete" if cut else "completed"
-        events += self._event("response.output_item.done", output_index=len(self._items), item=item)
+        events += self._of_answer("response.output_item.done")
         self._items.append(item)
-        self._open = None
         return events
 
-    def _more(self, kind: str, **fields: Any) -> bytes:
-        """An event of the open item."""
-        assert self._open is not None
-        place = {"item_id": self._open["id"], "output_index": len(self._items)}
-        return self._event(kind, **place, **fields)
+    def _of_answer(self, kind: str) -> bytes:
+        """An event of the answer about the open item."""
+        return self._event(kind, output_index=len(self._items), item=self._item)
+
+    def _of_item(self, kind: str, **fields: Any) -> bytes:
+        return self._event(kind, item_id=self._item["id"], output_index=len(self._items), **fields)
+
+    def _of_part(self, kind: str, **fields: Any) -> bytes:
+        return self._of_item(kind, content_index=0, **fields)
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         return event({"type": kind, "sequence_number": next(self._numbers), **fields}, kind)
+
+
+def _no_logprobs(part: Mapping[str, Any]) -> dict[str, Any]:
+    """The field that events of a part repeat, if it has it."""
+    return {"logprobs": []} if "logprobs" in part else {}
 
 
 def _head(job: Job, body: ResponsesBody) -> dict[str, Any]:
@@ -238,19 +222,3 @@ def _cache_options(body: ResponsesBody) -> dict[str, Any]:
 def _compared_with(body: ResponsesBody) -> str | None:
     options = body.prompt_cache_options
     return options.comparison_response_id if options is not None else None
-
-
-def _usage(usage: Usage, reasoning_tokens: int) -> dict[str, Any]:
-    """The billed usage in the classes of Responses."""
-    return {
-        "input_tokens": usage.prompt,
-        "input_tokens_details": {
-            "cached_tokens": usage.hit,
-            "cache_write_tokens": usage.written,
-            "cached_tokens_details": hit_classes(usage),
-            **write_classes(usage),
-        },
-        "output_tokens": usage.output,
-        "output_tokens_details": {"reasoning_tokens": reasoning_tokens},
-        "total_tokens": usage.prompt + usage.output,
-    }

@@ -128,7 +128,6 @@ class GenerationBody(LabelledBody):
         Annotated[float, Field(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)] | None
     ) = None
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
-    prompt_logprobs: Annotated[int, Field(ge=0, le=TOP_LOGPROBS_MAX)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
@@ -183,13 +182,7 @@ class GenerationBody(LabelledBody):
                 "server answers in one request.",
                 param="n",
             )
-        ignored = check_fields(self, GENERATION, self.unserved)
-        if self.prompt_logprobs is not None and self.stream:
-            raise Unsupported(
-                "prompt_logprobs are not served in streams; leave out stream.",
-                param="prompt_logprobs",
-            )
-        return ignored
+        return check_fields(self, GENERATION, self.unserved)
 
     def sampling(self, max_tokens: int) -> SamplingParams:
         """The engine's parameters. Stop strings are not among them: the detokenizer finds them."""
@@ -216,7 +209,7 @@ class GenerationBody(LabelledBody):
 
     @property
     def prompt_logprobs_asked(self) -> int | None:
-        return self.prompt_logprobs
+        return None
 
     @property
     def apart(self) -> tuple[str, ...]:
@@ -446,10 +439,7 @@ class CompletionBody(GenerationBody):
 
     @property
     def prompt_logprobs_asked(self) -> int | None:
-        """The requested number: from the field of that name, or from `echo` with `logprobs`."""
-        echoed = self.logprobs if self.echo else None
-        given = [count for count in (echoed, self.prompt_logprobs) if count is not None]
-        return max(given, default=None)
+        return self.logprobs if self.echo else None
 
 
 class QuoteBody(Body):

@@ -17,13 +17,28 @@ def wire_usage(usage: Usage, reasoning_tokens: int = 0) -> dict[str, Any]:
         "total_tokens": usage.prompt + usage.output,
         "prompt_cache_hit_tokens": usage.hit,
         "prompt_cache_miss_tokens": usage.miss,
-        "prompt_tokens_details": {
-            "cached_tokens": usage.hit,
-            "cache_write_tokens": usage.written,
-            "cached_tokens_details": hit_classes(usage),
-            **write_classes(usage),
-        },
+        "prompt_tokens_details": _prompt_details(usage),
     } | (thought if reasoning_tokens else {})
+
+
+def responses_usage(usage: Usage, reasoning_tokens: int) -> dict[str, Any]:
+    """In the fields of Responses."""
+    return {
+        "input_tokens": usage.prompt,
+        "input_tokens_details": _prompt_details(usage),
+        "output_tokens": usage.output,
+        "output_tokens_details": {"reasoning_tokens": reasoning_tokens},
+        "total_tokens": usage.prompt + usage.output,
+    }
+
+
+def _prompt_details(usage: Usage) -> dict[str, Any]:
+    return {
+        "cached_tokens": usage.hit,
+        "cache_write_tokens": usage.written,
+        "cached_tokens_details": hit_classes(usage),
+        **write_classes(usage),
+    }
 
 
 def hit_classes(usage: Usage) -> dict[str, int]:

@@ -30,7 +30,7 @@ class SGLang:
         refused = {
             "cache_salt": bool(request.contents),
             "structured_outputs": request.grammar is not None,
-            "prompt_logprobs": params.prompt_logprobs is not None,
+            "echo": params.prompt_logprobs is not None,
             "seed": params.seed is not None and not self._deterministic,
         }
         for name, is_asked in refused.items():

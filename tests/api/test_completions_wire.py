@@ -99,17 +99,6 @@ async def test_an_echoed_prompt_has_its_logprobs(house, client):
         assert limit == answer["usage"]["completion_tokens"]
 
 
-async def test_prompt_logprobs_come_as_vllm_has_them(client):
-    body = {"model": "bytes", "prompt": ["ab", "cd"], "prompt_logprobs": 1, "n": 2}
-    answer = (await client.post("/v1/completions", json=body)).json()
-    entry = {"logprob": -0.25, "rank": 1, "decoded_token": "d"}
-    assert [None, {"100": entry}] == answer["choices"][3]["prompt_logprobs"]
-    chat = {"model": "bytes", "messages": [{"role": "user", "content": "a"}], "prompt_logprobs": 0}
-    answer = (await client.post("/v1/chat/completions", json=chat)).json()
-    assert None is answer["prompt_logprobs"][0]
-    assert answer["usage"]["prompt_tokens"] == len(answer["prompt_logprobs"])
-
-
 @pytest.mark.parametrize("stream", [False, True])
 async def test_text_offsets_are_of_characters(client, house, stream):
     """The tokens of one character begin where it does, and none begins past the text."""
