@@ -186,6 +186,7 @@ class Service:
             self._money.books.signer,
             storage,
             forget=self._memory.forget,
+            elsewhere=[each.name for each in self.servings if each.core is not core],
         )
 
     def _engine_parts(self, serving: Serving, meter: LedgerMeter) -> EngineParts:

@@ -58,10 +58,12 @@ class CacheOperator:
         wall_clock: Callable[[], float] = time.time,
         *,
         forget: Callable[[ScopeKind, str], Awaitable[None]] | None = None,
+        elsewhere: Sequence[str] = (),
     ) -> None:
         """`blocks` calls an engine whose blocks are in this process; else it is None, and nothing
         is retained in passing. `forget` removes everything else that is stored for a purged tenant
-        or group, or raises PurgeFailed."""
+        or group, or raises PurgeFailed. `elsewhere` are the models of engines that no purge
+        reaches."""
         self._call_engine = call
         self._blocks = blocks
         self.block_size = block_size
@@ -70,6 +72,7 @@ class CacheOperator:
         self._storage = storage
         self._wall_clock = wall_clock
         self._forget_owner = forget
+        self._elsewhere = elsewhere
 
     async def pin(
         self,
@@ -129,7 +132,7 @@ class CacheOperator:
         if self._forget_owner is not None:
             await self._forget_owner(ScopeKind(kind), name)
         done = await self._purge(roots)
-        signed = receipt(self._signer, order, done)
+        signed = receipt(self._signer, order, done, self._elsewhere)
         try:
             await asyncio.to_thread(keep_receipt, self._data_dir, signed)
         except OSError as error:

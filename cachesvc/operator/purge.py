@@ -62,8 +62,11 @@ def roots_to_purge(data_dir: Path, name: str, kind: ScopeKind) -> Collection[Pre
     return frozenset(roots_of(data_dir, name, kind))
 
 
-def receipt(signer: ReceiptSigner, order: Order, done: Done) -> dict[str, Any]:
-    """The signed receipt. Raises PurgeFailed if blocks were left."""
+def receipt(
+    signer: ReceiptSigner, order: Order, done: Done, elsewhere: Sequence[str] = ()
+) -> dict[str, Any]:
+    """The signed receipt. Raises PurgeFailed if blocks were left. It names the models whose engines
+    are `elsewhere`: what they cache leaves as they need room."""
     if done.num_left:
         raise PurgeFailed(f"{done.num_left} blocks of {order.kind} {order.name} were left")
     states = {
@@ -82,6 +85,7 @@ def receipt(signer: ReceiptSigner, order: Order, done: Done) -> dict[str, Any]:
         "blocks_in_use": done.in_use,
         "pins_ended": sorted(done.pins),
         "blocks_left": 0,
+        **({"not_reached": list(elsewhere)} if elsewhere else {}),
         "server": "running" if done.live else "stopped",
         "by": order.by,
         "why": order.why,

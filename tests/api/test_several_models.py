@@ -102,7 +102,7 @@ async def test_each_model_is_served_by_its_own_engine_and_charged_under_its_name
 
 
 async def test_what_only_blocks_here_allow_is_refused_for_the_other_models(start):
-    async with start() as (_, client):
+    async with start() as (service, client):
         kept = {"prompt": PROMPT, "ttl": "1h"}
         answer = await client.post("/v1/caches", json={**kept, "model": "small", "name": "mine"})
         assert 200 == answer.status_code, answer.text
@@ -112,6 +112,11 @@ async def test_what_only_blocks_here_allow_is_refused_for_the_other_models(start
         [cache] = (await client.get("/v1/caches")).json()["data"]
         assert ("mine", "small") == (cache["id"], cache["model"])
         assert 200 == (await client.delete("/v1/caches/mine")).status_code
+        operator = {"authorization": f"Bearer {service.dashboard.parts.operator_token}"}
+        order = {"kind": "tenant", "name": "default", "why": "asked"}
+        purged = await client.post("/admin/api/cache/purge", json=order, headers=operator)
+        assert ["there", "one", "two"] == purged.json()["not_reached"], purged.text
+        await client.post(COMPLETIONS, json=completion("small"))
         for model, hits in (("small", 32), ("there", 0)):
             quote = await client.post("/v1/cache/quote", json=completion(model))
             assert hits == quote.json()["hit_tokens"], quote.text

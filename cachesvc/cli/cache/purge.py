@@ -97,6 +97,8 @@ def _lines(signed: Mapping[str, Any], kind: str, name: str) -> Iterator[str]:
         yield f"{number_of(gone['count'], 'checkpoint')} ({size(gone['bytes'])}) {whose} {tier}"
     if in_use := signed["blocks_in_use"]:
         yield f"{in_use} of them are in use by running requests and go when these end"
+    if away := signed.get("not_reached"):
+        yield f"not reached is what the engines of {', '.join(away)} cache, till they need the room"
     yield (
         f"a look at every block found none left; receipt {signed['finished_ns']} is in "
         f"receipts/, signed with key {signed['key_id']}"
