@@ -26,7 +26,7 @@ PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do \
 	>/dev/null 2>&1 && echo $$p && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-vllm test-clients check lint format types imports bench bench-peers soak gpu-check e2e docs \
+.PHONY: help setup serve test test-vllm test-clients check lint format types imports bench soak gpu-check e2e docs \
 	site models pictures pins wheel clean
 
 help: ## List the targets
@@ -107,9 +107,6 @@ soak: $(TESTS) ## The long tests: crash, fault and soak runs with many seeds
 
 bench: $(STAMP) ## Time to first token, cold and from each tier, side by side
 	$(BIN)/cachesvc bench ttft $(ARGS)
-
-bench-peers: $(TESTS) ## cachesvc beside vllm and llama-server (ARGS="--vllm ... --llama ...")
-	$(BIN)/python -m tests.bench.peers $(ARGS)
 
 gpu-check: ## Parity and benches on a CUDA machine with torch installed; writes JSON to artifacts/
 	$(if $(wildcard $(BIN)/python),$(BIN)/python,python3) -m tests.bench.gpu_check $(ARGS)

@@ -22,7 +22,7 @@ from engine.promise import Equal
 from engine.request import SamplingParams
 from tests.parity import architectures
 from tests.parity.architectures import ARCHITECTURES, VOCAB_SIZE
-from tests.parity.test_engine_tiers import BLOCK, House, from_every_tier
+from tests.support.house import BLOCK, House, from_every_tier
 from tests.support.models import greedy_tokens, new_pool
 
 NUM_OUT = 8  # as many as a House generates

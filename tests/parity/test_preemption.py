@@ -6,7 +6,7 @@ import pytest
 
 from tests.parity import architectures
 from tests.parity.test_architectures import prompt
-from tests.parity.test_engine_tiers import BLOCK, House
+from tests.support.house import BLOCK, House
 
 INDEXED = ("deepseek_v32", "glm_moe_dsa", "dots3_note_text")
 

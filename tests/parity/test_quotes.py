@@ -11,7 +11,8 @@ import pytest
 from api.job import Job
 from cachesvc.operator.survey import CacheSurvey
 from engine.request import SamplingParams
-from tests.parity.test_engine_tiers import BLOCK, House, prompts_over
+from tests.parity.test_engine_tiers import prompts_over
+from tests.support.house import BLOCK, House
 from tests.support.models import tiny_model
 from tiers.blocks.keys import CacheScope
 from tiers.cache import TieredCache

@@ -19,7 +19,7 @@ from engine.attention.recurrent import (
 from engine.models.load import LoadedModel
 from tests.parity import architectures
 from tests.parity.test_architectures import prompt, stock_tokens
-from tests.parity.test_engine_tiers import BLOCK, NUM_OUT, House, from_every_tier
+from tests.support.house import BLOCK, NUM_OUT, House, from_every_tier
 from tiers.policy.checkpoints import worth_blocks
 
 

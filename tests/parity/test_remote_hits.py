@@ -7,8 +7,9 @@ import pytest
 
 from engine.models.load import LoadedModel
 from tests.parity import architectures
-from tests.parity.test_engine_tiers import BLOCK, NUM_OUT, House, prompts_over
+from tests.parity.test_engine_tiers import prompts_over
 from tests.redis_server import redis_server
+from tests.support.house import BLOCK, NUM_OUT, House
 from tests.support.models import tiny_model
 from tiers.disk.tier import DiskTier
 from tiers.remote.objects import open_objects

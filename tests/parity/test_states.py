@@ -20,7 +20,7 @@ from engine.models.load import load_adapter
 from engine.request import SamplingParams
 from tests.parity import architectures
 from tests.parity.test_architectures import prompt
-from tests.parity.test_engine_tiers import BLOCK, NUM_OUT, House
+from tests.support.house import BLOCK, NUM_OUT, House
 from tests.support.models import save_adapter
 from tiers.blocks.layout import BlockLayout, LayerLayout
 from tiers.memory.device import DevicePool

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from engine.models.load import LoadedModel, describe
 from tests.parity import architectures
 from tests.parity.test_architectures import prompt
-from tests.parity.test_engine_tiers import BLOCK, House
+from tests.support.house import BLOCK, House
 from tests.support.models import bytes_tokenizer
 from tiers.blocks.chain import Chain
 from tiers.blocks.frames import Frame, FrameArena

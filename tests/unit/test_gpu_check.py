@@ -23,18 +23,15 @@ def test_the_check_runs_whole_on_a_cpu(tmp_path):
     assert {"bfloat16", "states", "recurrent", "lora", "grammar"} == set(figures["hits"])
     assert all(found["cold_tokens_equal"] for found in figures["hits"].values())
     assert len(figures["attention"]) == 7
-    assert [each["moved"]["attention"] for each in figures["rows"]] == [[], []]
     assert {"promote_share", "demote_share"} <= set(figures["copies"]["rates"])
     assert figures["copies"]["hashes"]["wrong_blocks"] == 0
     assert figures["copies"]["borders"]["wrong"] == 0
     assert figures["connector"]["wrong_slabs"] == 0
-    assert set(figures["memory"]) == {"arena", "large_pool", "long_prompt"}
+    assert set(figures["memory"]) == {"arena", "large_pool"}
     assert figures["speed"]["33_one_long"] > 0
-    assert figures["service"]["promotion_256"]["hit_host"] == 255
     conform = figures["conform"]["embedded"]
     assert conform["ok"] and conform["flips"] == 0 and conform["cases"] >= 200
     assert {"device", "host", "disk"} <= set(conform["tiers"])
-    assert figures["service"]["arrivals"]["gaps_ms"]["quiet_median"] > 0
 
 
 def test_what_is_not_ok_fails_the_check_and_keeps_the_other_figures(tmp_path, monkeypatch):
@@ -58,8 +55,7 @@ def test_it_asks_for_nothing_that_a_bare_machine_with_torch_may_lack():
         "import sys\n"
         "for name in ('lmdb', 'gguf', 'peft', 'llguidance', 'sqlalchemy', 'fastapi'):\n"
         "    sys.modules[name] = None\n"
-        "from tests.bench.gpu_check import __main__, attention, copies, memory, parity\n"
-        "from tests.bench.gpu_check import rows, speed\n"
+        "from tests.bench.gpu_check import __main__, attention, copies, memory, parity, speed\n"
     )
     child = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False

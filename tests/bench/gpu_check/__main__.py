@@ -19,13 +19,10 @@ PARTS = (
     "parity",
     "hits",
     "attention",
-    "rows",
     "copies",
     "connector",
     "memory",
     "speed",
-    "service",
-    "ttft",
     "recording",
     "conform",
 )

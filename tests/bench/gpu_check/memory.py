@@ -1,4 +1,4 @@
-"""Memory: an arena of 80 GiB, a pool beyond 2^31 numbers, prompts of 128k tokens."""
+"""Memory: an arena of 80 GiB, and a pool beyond 2^31 numbers."""
 
 import time
 from pathlib import Path
@@ -8,32 +8,19 @@ import numpy as np
 import torch
 
 from engine.attention.base import AttentionCall, AttentionOptions, ReferenceAttention
-from engine.batch import Batch, Span
-from engine.execution.runner import ModelRunner, pick_attention
-from tests.bench.gpu_check.device import (
-    BLOCK,
-    GREEDY,
-    TINY,
-    described,
-    free_memory,
-    random_model,
-    shape,
-)
+from engine.batch import Span
+from engine.execution.runner import pick_attention
+from tests.bench.gpu_check.device import BLOCK, GREEDY
 from tiers.blocks.frames import FrameArena
 from tiers.blocks.layout import BlockLayout
-from tiers.memory.device import DevicePool
 
 ARENA_BYTES = 80 << 30
-CONTEXT = 128 << 10
-CHUNK = 512
-_TAIL = 10
 
 
 def check(device: str, small: bool) -> dict[str, Any]:
     return {
         "arena": _arena(device, 64 << 20 if small else ARENA_BYTES),
         "large_pool": _large_pool(device, 24 if small else (1 << 31) // _BLOCK_ITEMS + 16),
-        "long_prompt": _long_prompt(device, small),
     }
 
 
@@ -103,39 +90,3 @@ def _large_pool(device: str, num_blocks: int) -> dict[str, Any]:
         "largest_error": {**errors, "written": written},
         "ok": max(*errors.values(), written) < 0.03,
     }
-
-
-def _long_prompt(device: str, small: bool) -> dict[str, Any]:
-    """What a chunk and a short tail take beside weights and pool, at the end of a long prompt."""
-    context = 1024 if small else CONTEXT
-    config = TINY if small else shape(2, 4096, 32, 8, 14336, context)
-    loaded = described(random_model(config, device), device)
-    num_blocks = context // BLOCK
-    pool = DevicePool(loaded.layout(BLOCK), num_blocks, device)
-    runner = ModelRunner(loaded, pool.tensor)
-    table = list(range(num_blocks))
-    extra = {}
-    for name, count in (("chunk", CHUNK), ("tail", _TAIL)):
-        free_memory(device)
-        before = _reset_peak(device)
-        tokens = np.arange(count, dtype=np.int32) % 1000
-        span = Span(1, tokens, context - count, table, sample=True, params=GREEDY)
-        runner.step(Batch([span]))
-        runner.forget(1)
-        extra[name] = _peak(device) - before
-    return {
-        "context": context,
-        "pool_bytes": pool.tensor.numel() * pool.tensor.element_size(),
-        "extra_bytes": extra,
-    }
-
-
-def _reset_peak(device: str) -> int:
-    if device != "cuda":
-        return 0
-    torch.cuda.reset_peak_memory_stats()
-    return torch.cuda.memory_allocated()
-
-
-def _peak(device: str) -> int:
-    return torch.cuda.max_memory_allocated() if device == "cuda" else 0
