@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from cachesvc.config.idle import idle_settings
+from cachesvc.config.sections import EventsSection
 from cachesvc.config.settings import Settings, main_of
 from cachesvc.importing import importing
 from cachesvc.observability.kv_events import published
@@ -69,7 +70,7 @@ def serve(
         stream = EventStream()
         with (
             contextlib.closing(bind(server.host, server.port)) as listener,
-            published(settings.events, stream),
+            published(EventsSection() if over_vllm or at_url else settings.events, stream),
             contextlib.ExitStack() as service_open,
         ):
             with contextlib.ExitStack() as lean:

@@ -63,10 +63,10 @@ def prepare(settings: Settings, progress: Progress | None = None) -> tuple[Setti
             none = settings.cache.model_copy(update=dict.fromkeys(TIER_SIZES, 0))
             elsewhere = settings.model_copy(update={"cache": none})
 
-        def make_elsewhere(on_outputs: Deliver, stream: EventStream, _: object) -> Backend:
+        def make_elsewhere(on_outputs: Deliver, *_: object) -> Backend:
             if passes:
-                return build_relay(elsewhere, on_outputs, stream)
-            return build_elsewhere(elsewhere, on_outputs, stream, progress)
+                return build_relay(elsewhere, on_outputs)
+            return build_elsewhere(elsewhere, on_outputs, progress)
 
         return elsewhere, make_elsewhere
     loaded = load(settings.model, settings.server.data_dir, progress)

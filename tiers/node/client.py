@@ -126,14 +126,6 @@ class NodeClient:
         """Tell the node the owners of these scopes, for its quotas."""
         self._tell({"do": "owners", "owners": {key.hex(): name for key, name in owners.items()}})
 
-    def listen(self) -> dict[str, Any]:
-        """Wait for events of the node's blocks since the last call.
-
-        Returns JSON: `events`, empty after two seconds without any, and `missed`, the number lost
-        so far. Events before the first call are not included.
-        """
-        return self._tell({"do": "listen"})
-
     def publish(self, ids: Sequence[BlockId]) -> int:
         """Send these blocks to the store that machines share. Returns how many leading ones it has
         now.

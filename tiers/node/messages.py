@@ -13,7 +13,7 @@ trust a client's keys.
     RELEASE  frames that were leased        -> ()
     FETCH    a run of blocks                -> (): what is not in memory is loaded, for a lease
     STATS    ()                             -> counters (JSON)
-    OPERATE  what to do, and to which pool  -> the result (JSON): see `operations`, `listening`
+    OPERATE  what to do, and to which pool  -> the result (JSON): see `operations`
     LOCK     a piece of the memory          -> whether the client may lock it for its GPU
     PUBLISH  a run of blocks                -> how many are in the store that machines share (JSON)
 """

@@ -25,7 +25,6 @@ from tiers.blocks.keys import KEY_BYTES, PrefixKey
 from tiers.disk.directory import DirectoryLock, make_root, read_holder
 from tiers.errors import ConfigurationError, DirectoryLocked, NodeError
 from tiers.node import messages
-from tiers.node.listening import Listener
 from tiers.node.messages import HEADER, MAX_BODY, VERSION, Op
 from tiers.node.operations import Operated
 from tiers.node.pool import Lease, NodeProbe, Pool
@@ -38,7 +37,7 @@ logger = logging.getLogger(__name__)
 MAX_CLIENTS = 256
 MAX_UNSENT = 1 << 20  # bytes of unread answers; a client that asks for more is disconnected
 MAX_SHARE = 1 / 2  # of the memory, that one connection may lease and reserve at once
-TICK_S = 1.0  # how often pins are checked, and clients listening without events answered
+TICK_S = 1.0  # how often pins are checked
 MAX_NAME = 200  # characters of an owner's name
 _READ_BYTES = 1 << 18
 
@@ -54,9 +53,8 @@ class _Client:
     leased: Counter[tuple[int, int]] = field(default_factory=Counter)  # (pool, frame)
     filling: set[tuple[int, int]] = field(default_factory=set)
     locked: set[tuple[int, int]] = field(default_factory=set)  # (pool, piece)
-    waits: "tuple[int, Lease | NodeProbe | Operated | Listener] | None" = None
+    waits: "tuple[int, Lease | NodeProbe | Operated] | None" = None
     asked: Op = Op.STATS  # the operation it waits for
-    listener: Listener | None = None
 
 
 class NodeServer:
@@ -201,8 +199,6 @@ class NodeServer:
         for pool, piece in client.locked if has_left else ():
             self._pools.pool(pool).arena.unlock(piece)
         self._pools.leave(client.number)
-        if client.listener is not None:
-            client.listener.close()
 
     # Requests.
 
@@ -244,15 +240,10 @@ class NodeServer:
             self._pools.know(_owners(asked.get("owners")))
             self._send(client, Op.OPERATE, messages.pack_json({}))
             return
-        if asked.get("do") == "listen":
-            client.listener = client.listener or Listener(self.stream, self._wake_up)
-            client.listener.ask()
-            client.waits = (0, client.listener)
-        else:
-            number = asked.get("pool")
-            if type(number) is not int or not 0 <= number < len(self._pools):
-                raise NodeError(f"there is no pool {number!r}; say HELLO first")
-            client.waits = (number, self._pools.operations(number).operate(client.number, asked))
+        number = asked.get("pool")
+        if type(number) is not int or not 0 <= number < len(self._pools):
+            raise NodeError(f"there is no pool {number!r}; say HELLO first")
+        client.waits = (number, self._pools.operations(number).operate(client.number, asked))
         self._answer_if_ready(client)
 
     def _handle_run(self, client: _Client, op: Op, body: memoryview) -> None:
@@ -299,7 +290,7 @@ class NodeServer:
             if isinstance(asked, NodeProbe):
                 codes = bytes(messages.TIERS.index(tier) for tier in asked.tiers)
                 self._send(client, Op.PROBE, codes)
-            elif isinstance(asked, Operated | Listener):
+            elif isinstance(asked, Operated):
                 self._send(client, client.asked, messages.pack_json(asked.answer()))
             else:
                 frames = self._pools.pool(number).settle(asked)

@@ -77,17 +77,11 @@ class Subscription:
         self._lock = threading.Lock()
         self.missed = 0
 
-    @property
-    def num_waiting(self) -> int:
-        return len(self._queue)
-
-    def take(self, most: int = QUEUE_EVENTS) -> list[BlockEvent]:
-        """Events since the last call, oldest first. At most `most` of them."""
+    def take(self) -> list[BlockEvent]:
+        """Events since the last call, oldest first."""
         with self._lock:
-            if len(self._queue) <= most:
-                taken, self._queue = list(self._queue), deque()
-                return taken
-            return [self._queue.popleft() for _ in range(most)]
+            taken, self._queue = list(self._queue), deque()
+            return taken
 
     def put(self, event: BlockEvent) -> bool:
         """The stream adds an event, and wakes a listener without any. False if one was dropped."""

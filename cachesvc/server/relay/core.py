@@ -30,7 +30,6 @@ from tiers.blocks.layout import BlockLayout
 from tiers.node.messages import engine_layout
 from tiers.operations.face import CacheOperations
 from tiers.stats import CacheStats
-from tiers.telemetry.events import EventStream
 
 logger = logging.getLogger(__name__)
 
@@ -201,7 +200,6 @@ class RelayCore:
 def build(
     settings: Settings,
     on_outputs: Callable[[Sequence[StepOutput]], None],
-    stream: EventStream,
 ) -> RelayCore:
     """Asks the endpoint for its models. Raises ConfigError and ModelError."""
     engine, name = settings.engine, settings.model.name
@@ -230,7 +228,7 @@ def build(
     sites = Upstreams([Upstream(EngineHttp(url, key)) for url in engine.urls])
 
     def stats() -> CacheStats:
-        return cache_stats(layout, stream, _NoCache(), None, 0)
+        return cache_stats(layout, _NoCache(), None, 0)
 
     relay = RelayEngine(operations, stats, on_outputs, sites, max_context)
     return RelayCore(

@@ -25,7 +25,6 @@ from cachesvc.server.vllm.arguments import flags_of, vllm_flags
 from cachesvc.server.vllm.child import VllmChild
 from cachesvc.server.vllm.node import NodeWatch, ensure_node
 from cachesvc.server.vllm.node_operations import NodeOperations
-from cachesvc.server.vllm.relay import NodeRelay
 from cachesvc.server.vllm.tiers import OperationsElsewhere, cache_stats
 from cachesvc.vllm.reports import Ready, Reports
 from engine.bounds import check_params
@@ -44,7 +43,6 @@ from engine.text.detokenizer import IncrementalDetokenizer
 from tiers.blocks.keys import CacheScope, PrefixKey
 from tiers.blocks.layout import BlockLayout
 from tiers.node.messages import engine_layout
-from tiers.telemetry.events import EventStream
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +126,6 @@ class CoreElsewhere:
 def build(
     settings: Settings,
     on_outputs: Callable[[Sequence[StepOutput]], None],
-    stream: EventStream,
     progress: Callable[[str, float], None] | None = None,
 ) -> CoreElsewhere:
     """Finds the model's text side here, starts vLLM over its node unless the engine has a URL, and
@@ -173,9 +170,9 @@ def build(
         if ready is not None:
             layout, scope = ready.groups[0].layout, ready.scope
             facts = _facts(engine, found, layout)
-        node, node_operations = _joined(place.node, ready, engine, stream, opening)
+        node, node_operations = _joined(place.node, ready, engine, opening)
         operations = OperationsElsewhere(node_operations)
-        engine.use(operations, partial(cache_stats, layout, stream, engine, node, num_blocks))
+        engine.use(operations, partial(cache_stats, layout, engine, node, num_blocks))
         if place.child is not None:
             place.child.on_end(engine.fail)
     except BaseException:
@@ -228,15 +225,11 @@ def _joined(
     socket: Path | None,
     ready: Ready | None,
     engine: RemoteEngine,
-    stream: EventStream,
     opening: ExitStack,
 ) -> tuple[NodeWatch | None, NodeOperations | None]:
     """The watch of the node, and the operations on the blocks of the engine that is `ready`."""
     if socket is None:
         return None, None
-    relay = NodeRelay(socket, stream)
-    relay.start()
-    opening.callback(relay.close)
     operations = None
     if ready is not None:
         forget = partial(_forget, engine)
@@ -295,6 +288,7 @@ def _node(settings: Settings) -> Path | None:
         disk_reserve_bytes=cache.disk_reserve_bytes,
         remote=remote,
         quotas=cache.quotas,
+        events=settings.events.publisher,
     )
     warn_of_limit(of_vllm(cache, host_bytes, on_gpu=not _is_cpu()))
     return socket

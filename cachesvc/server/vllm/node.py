@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from cachesvc.config.sections import ZmqTable
 from cachesvc.config.vllm import node_environment
 from cachesvc.operator.quotas import labelled
 from tiers.errors import ConfigurationError, NodeError
@@ -37,8 +38,10 @@ def ensure_node(
     disk_reserve_bytes: int | None = None,
     remote: RemoteSettings | None = None,
     quotas: Mapping[str, int] | None = None,
+    events: ZmqTable | None = None,
 ) -> int:
-    """Ensures that a node serves `socket`. Returns the bytes of its host memory: a running node has
+    """Ensures that a node serves `socket`. One that it starts publishes block events as `events`
+    say. Returns the bytes of its host memory: a running node has
     its own. Raises ConfigurationError."""
     quotas = quotas or {}
     if (found := _answer_of(socket)) is not None:
@@ -57,7 +60,9 @@ def ensure_node(
         if disk_reserve_bytes is not None:
             below += ["--disk-reserve", str(disk_reserve_bytes)]
     shares = [f"--quota={name}={size}" for name, size in quotas.items()]
-    arguments = ["node", "--socket", str(socket), "--host-cache", str(host_bytes), *below, *shares]
+    told = [] if events is None else ["--events", events.model_dump_json()]
+    arguments = ["node", "--socket", str(socket), "--host-cache", str(host_bytes)]
+    arguments += [*below, *shares, *told]
     socket.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as written:
         process = subprocess.Popen(

@@ -19,7 +19,6 @@ from tiers.operations.purge import Purged
 from tiers.policy.retention import Pin, PinError
 from tiers.stats import CacheStats
 from tiers.steady_clock import SteadyClock
-from tiers.telemetry.events import EventStream
 from tiers.tier import TierName, TierStats
 
 
@@ -82,7 +81,6 @@ class OperationsElsewhere:
 
 def cache_stats(
     layout: BlockLayout,
-    stream: EventStream,
     engine: KvUsage,
     node: NodeWatch | None,
     num_device_blocks: int,
@@ -104,8 +102,7 @@ def cache_stats(
         below=counters.below(),
         events=counters.events(),
         collisions=counters.total("collisions"),
-        num_listeners=stream.num_subscribers,
-        events_missed=stream.num_missed,
+        num_listeners=counters.num_listeners,
         block_bytes=nbytes,
         num_pins=counters.total("num_pins"),
         pinned_blocks=counters.total("pinned_blocks"),
