@@ -281,6 +281,9 @@ class EngineSection(Section):
         gt=0,
         description="Refuse a request that would wait longer than this, with a Retry-After",
     )
+    max_time: Duration = Field(
+        7200, gt=0, description="Longest that a request may take in an engine at a URL"
+    )
     chunk_tokens: int = Field(
         0,
         ge=0,

@@ -81,8 +81,9 @@ class EngineCall:
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             why = f"{type(error).__name__}: {error}"
             raise self.fault(why, "The engine cannot be reached.", RemoteAway) from None
-        except TimeoutError:
-            why = f"silent for {SILENCE_S:g} s"
+        except TimeoutError as error:
+            silent = isinstance(error, aiohttp.ServerTimeoutError)
+            why = f"silent for {SILENCE_S:g} s" if silent else "longer than engine.max_time"
             raise self.fault(why, "The engine timed out.", RemoteSilent) from None
         except (aiohttp.ClientError, OSError) as error:
             raise self.fault(f"{type(error).__name__}: {error}", BROKE_OFF) from None
@@ -134,11 +135,12 @@ class EngineHttp:
     """The engine at `url`: http://10.0.0.5:8000, https://..., or unix:/run/vllm.sock. All calls
     raise RemoteFault. `close` ends what is in flight."""
 
-    def __init__(self, url: str, key: str = "") -> None:
-        """`key` goes with each request as a bearer token."""
+    def __init__(self, url: str, key: str = "", whole_s: float | None = None) -> None:
+        """`key` goes with each request as a bearer token. A request takes `whole_s` at most."""
         parts = urlsplit(url)
         self.url = url
         self._key = key
+        self._whole_s = whole_s
         self._socket = parts.path if parts.scheme == "unix" else None
         self._base = "http://localhost" if self._socket else url.rstrip("/")
         self._session: aiohttp.ClientSession | None = None
@@ -174,7 +176,7 @@ class EngineHttp:
                 data=None if body is None else io.BytesIO(body),
                 headers={"content-type": "application/json", **(headers or {})},
                 allow_redirects=False,
-                timeout=aiohttp.ClientTimeout(None, CONNECT_S, SILENCE_S, CONNECT_S),
+                timeout=aiohttp.ClientTimeout(self._whole_s, CONNECT_S, SILENCE_S, CONNECT_S),
                 trace_request_ctx=count,
             )
         try:

@@ -105,6 +105,7 @@ AFTER: dict[str, tuple[Script, str]] = {
     "silent": ([*BEGUN, 5.0], "engine_timeout"),
     "an end without an end": ([*BEGUN, SENT], "engine_fault"),
     "an error": ([*BEGUN, SENT, event(ERROR), DONE], "engine_fault"),
+    "without an end": ([*BEGUN, *[b": here\n\n", 0.05] * 2000], "engine_timeout"),
 }
 UNREPORTED: dict[str, Script] = {
     "no usage": [*ANSWER[:2], DONE],
@@ -265,7 +266,10 @@ async def test_an_engine_that_went_away_fails_its_requests_until_it_is_back(prob
 async def test_after_the_first_token_a_stream_ends_with_an_error_and_pays_what_was_sent(
     engine, model, tmp_path, monkeypatch, fault
 ):
-    async with serving(tmp_path, model, engine_backend=engine.url) as (service, client):
+    async with serving(tmp_path, model, engine_backend=engine.url, engine_max_time=3) as (
+        service,
+        client,
+    ):
         engine.script, code = AFTER[fault]
         monkeypatch.setattr(client_module, "SILENCE_S", 2.0)
         answer = await client.post("/v1/completions", json=body(stream=True))

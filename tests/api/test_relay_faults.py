@@ -72,10 +72,10 @@ def patient(monkeypatch):
 
 @asynccontextmanager
 async def relaying(
-    folder: Path, *ups: UpstreamServer
+    folder: Path, *ups: UpstreamServer, **more: Any
 ) -> AsyncIterator[tuple[Service, httpx.AsyncClient]]:
     urls = [f"openai+{up.url}" for up in ups]
-    async with serving(folder, Path("up"), engine_backend=urls) as (service, client):
+    async with serving(folder, Path("up"), engine_backend=urls, **more) as (service, client):
         yield service, client
         await _quiet(service)
         books = service._money.books
@@ -395,6 +395,28 @@ def _some_of_it(up: UpstreamServer) -> socket.socket:
     connection, _ = up.socket.accept()
     assert connection.recv(1 << 16)
     return connection
+
+
+ALIVE = [*[b": here\n\n", event({"id": "c-1", "choices": []}), 0.02] * 5000]
+FOR_EVER: dict[str, tuple[Script, Script, dict[str, int]]] = {
+    "before the text": (ALIVE, [b" ", 0.02] * 5000, {}),
+    "in the middle": ([*STREAMS[CHAT][1][:2], *ALIVE], [HALF, *[b" ", 0.02] * 5000], {"output": 2}),
+}
+
+
+@pytest.mark.parametrize("case", FOR_EVER)
+async def test_an_endpoint_that_never_ends_is_given_up_after_a_while(up, tmp_path, case):
+    """It is not silent: comments, events of nothing and spaces come for ever."""
+    up.script[CHAT], up.whole[CHAT], sent = FOR_EVER[case]
+    asked = body(CHAT, stream=True)
+    async with relaying(tmp_path, up, engine_max_time=1) as (service, client):
+        whole = await client.post(CHAT, json=body(CHAT))
+        assert (504, "engine_timeout") == _seen(whole)
+        streamed = await client.post(CHAT, json=asked)
+        assert "engine_timeout" == code_at_the_end(CHAT, streamed.content)
+        expected = {"miss": bound(**asked), **sent} if sent else {}
+        assert [{}, expected] == [usage_of(entry) for entry in charges(service)]
+        assert await asyncio.to_thread(up.left.wait, 30) and not sites(service)[0].num_in_flight
 
 
 async def test_the_server_stops_while_a_stream_passes(up, tmp_path):

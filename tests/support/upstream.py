@@ -6,6 +6,7 @@ It answers with what a test wrote: bytes as they are, cut wherever the test want
 import json
 import socket
 import threading
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -17,7 +18,7 @@ MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 WAIT = "wait"  # until the test says `go`
 PROMPT, CACHED, OUTPUT = 100, 64, 3  # what the answers below count
 
-Script = Sequence[bytes | str]
+Script = Sequence[bytes | str | float]  # a number is seconds to wait
 
 
 class UpstreamServer(ThreadingHTTPServer):
@@ -81,6 +82,9 @@ class _Handler(BaseHTTPRequestHandler):
                     return
                 if step == WAIT:
                     assert self.server.go.wait(30)
+                    continue
+                if isinstance(step, float):
+                    time.sleep(step)
                     continue
                 assert isinstance(step, bytes)
                 self.wfile.write(b"%x\r\n%s\r\n" % (len(step), step))

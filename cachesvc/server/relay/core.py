@@ -225,7 +225,7 @@ def build(
     )
     layout = engine_layout(1, 1, 16, "float32")
     operations = OperationsElsewhere(None)
-    sites = Upstreams([Upstream(EngineHttp(url, key)) for url in engine.urls])
+    sites = Upstreams([Upstream(EngineHttp(url, key, engine.max_time)) for url in engine.urls])
 
     def stats() -> CacheStats:
         return cache_stats(layout, _NoCache(), None, 0)

@@ -153,7 +153,7 @@ def build(
         found, num_blocks = all_found[0], sum(each.num_blocks for each in all_found)
         engine = RemoteEngine(
             [
-                Upstream(EngineHttp(url, key), each.remote)
+                Upstream(EngineHttp(url, key, settings.engine.max_time), each.remote)
                 for url, each in zip(place.urls, all_found, strict=True)
             ],
             on_outputs,
