@@ -29,16 +29,14 @@ class AttentionOptions(NamedTuple):
     """The options of `softmax(cap(q k^T * scaling)) v`, which vary between layers and models.
 
     With `window` w, position p sees (p - w, p]. `softcap` c turns a score s into c * tanh(s / c).
-    `sinks` [Hq] is one more score per head, which takes part in the softmax but has no value. With
-    `picked`, a query sees only the keys that an index picked for it (`attention.sparse`). A named
-    tuple, because TorchScript takes no dataclass.
+    `sinks` [Hq] is one more score per head, which takes part in the softmax but has no value. A
+    named tuple, because TorchScript takes no dataclass.
     """
 
     scaling: float
     window: int | None = None
     softcap: float | None = None
     sinks: torch.Tensor | None = None
-    picked: bool = False
 
 
 class AttentionCall(NamedTuple):
@@ -138,7 +136,6 @@ def paged_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
-    indices: torch.Tensor | None = None,
     dropout: float = 0.0,
     **extras: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -152,14 +149,12 @@ def paged_attention(
             f"{type(module).__name__} is not handed the arguments of the model's forward, so that "
             f"paged attention does not reach it"
         )
-    picked = indices is not None  # by an index, which is given an empty mask
-    refuse_extras(type(module).__name__, None if picked else attention_mask, extras)
+    refuse_extras(type(module).__name__, attention_mask, extras)
     options = AttentionOptions(
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
         window=sliding_window,
         softcap=softcap,
         sinks=s_aux,
-        picked=picked,
     )
     layer = module.layer_idx
     assert isinstance(layer, int), layer

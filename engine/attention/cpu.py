@@ -6,7 +6,7 @@ sequence is gathered from the pool anew for each layer. Engine thread only.
 """
 
 import logging
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from math import lcm
@@ -51,11 +51,10 @@ class CpuAttention:
         layers: Sequence[LayerLayout] = (),
         owners: Sequence[int] = (),
         *,
-        only: Container[int] | None = None,
         budget_bytes: int = CPU_COPIES_BYTES,
     ) -> None:
-        """pool, layers, only: as `KvPool` takes them; owners: as `WorkingCopies` does."""
-        self._kv = KvPool(pool, layers, only=only)
+        """pool, layers: as `KvPool` takes them; owners: as `WorkingCopies` does."""
+        self._kv = KvPool(pool, layers)
         self._copies = WorkingCopies(self._kv, owners, budget_bytes=budget_bytes)
         self._places = _places(self._kv)
         self._step: list[_Part] = []

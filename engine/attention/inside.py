@@ -58,7 +58,7 @@ class InsideAttention(nn.Module):
         if step is None:
             attended: torch.Tensor = torch.ops.cachesvc.attend(layer, query, key, value)
             return attended
-        options = AttentionOptions(scaling, window, softcap, sinks, False)
+        options = AttentionOptions(scaling, window, softcap, sinks)
         rounded = key.to(step.dtype), value.to(step.dtype)
         call = AttentionCall(layer, query.float(), rounded[0], rounded[1], options)
         output = call.query.new_zeros([query.shape[0], query.shape[1], value.shape[2]])

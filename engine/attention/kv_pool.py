@@ -1,6 +1,6 @@
 """Attention's views of the device pool: each layer's keys and values in all blocks."""
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ from tiers.blocks.layout import LayerLayout, block_size_of, part_views, stored_o
 
 class LayerKv(NamedTuple):
     """One layer's keys `[num_blocks, block_size, Hkv, Dk]` and values `[..., Dv]`, strided views. A
-    layer with `rows` or a `rate` has fewer rows than tokens.
+    layer with `rows` has fewer rows than tokens.
 
     With `shared`, values are the first Dv numbers of the keys, so writing a key writes its value.
     """
@@ -30,19 +30,12 @@ class KvPool:
     `runs` views the same memory as runs of adjacent parts of one shape, `[num_blocks, parts,
     block_size, Hkv, D]` each, which can be copied in one call. Most models have one run.
     `windows[i]` is the window of all layers in run i. `attended` are the layers in runs, in their
-    order: not those with states, whose rows `states` counts, nor those with index keys or entries.
+    order: not those with states, whose rows `states` counts.
     `order` is the order of the layers in a block, and `places[layer]` is a layer's position in it.
     """
 
-    def __init__(
-        self,
-        tensor: torch.Tensor,
-        layers: Sequence[LayerLayout] = (),
-        *,
-        only: Container[int] | None = None,
-    ) -> None:
-        """`layers` may be omitted if all keys and values have one shape. With `only`, just these of
-        them are attended."""
+    def __init__(self, tensor: torch.Tensor, layers: Sequence[LayerLayout] = ()) -> None:
+        """`layers` may be omitted if all keys and values have one shape."""
         layers = layers or _uniform(tensor)
         self.tensor = tensor
         self.layers: list[LayerKv] = []
@@ -56,38 +49,23 @@ class KvPool:
         self.pages = {
             number: page for number, page in enumerate(map(_page, self.layers)) if page is not None
         }
-        self.attended = [
-            n
-            for n in self.order
-            if not layers[n].rows
-            and layers[n].picks is None
-            and layers[n].rate == 1
-            and (only is None or n in only)
-        ]
+        self.attended = [n for n in self.order if not layers[n].rows]  # they come first
         self.windows: list[int | None] = []
         self.runs = self._runs(layers)
 
     def _runs(self, layers: Sequence[LayerLayout]) -> list[torch.Tensor]:
         flat = self.tensor.flatten(1)
-        paged = [n for n in self.order if not layers[n].rows]  # paged layers come first
         shapes = [
-            (
-                layers[n].rows_of(self.block_size),
-                layers[n].num_heads,
-                dim,
-                layers[n].window,
-                n in self.attended,
-            )
-            for n in paged
+            (layers[n].num_heads, dim, layers[n].window)
+            for n in self.attended
             for dim in layers[n].parts
         ]
         runs, start = [], 0
-        for (num_rows, num_heads, dim, window, attended), parts in groupby(shapes):
-            shape = (len(list(parts)), num_rows, num_heads, dim)
+        for (num_heads, dim, window), parts in groupby(shapes):
+            shape = (len(list(parts)), self.block_size, num_heads, dim)
             end = start + torch.Size(shape).numel()
-            if attended:
-                self.windows.append(window)
-                runs.append(flat[:, start:end].unflatten(1, shape))
+            self.windows.append(window)
+            runs.append(flat[:, start:end].unflatten(1, shape))
             start = end
         return runs
 

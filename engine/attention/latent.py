@@ -11,41 +11,30 @@ So the paths for ordinary attention serve it as one head whose values are the le
 keys. Engine thread only.
 """
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 
 from engine.attention.agreement import heads_need_onednn
 from engine.attention.base import KEPT, AttentionCall, PagedAttention
-from engine.attention.compressed import is_compressor
 from engine.attention.dense import onednn_products, padded_rows
-from engine.attention.sparse import IndexForward, PagedIndex, other_index, page_index
 from engine.torchscript import script
 
 
 class LatentAttention:
-    """Added to an attention module. `rows` is the latest input of its `kv_b_proj`. `index` is what
-    picks its keys, if it has one of its own."""
+    """Added to an attention module. `rows` is the latest input of its `kv_b_proj`."""
 
-    def __init__(
-        self,
-        key_weight: torch.Tensor,
-        value_weight: torch.Tensor,
-        index: IndexForward | None = None,
-    ) -> None:
+    def __init__(self, key_weight: torch.Tensor, value_weight: torch.Tensor) -> None:
         """key_weight: [H, Dn, rank]; value_weight: [H, Dv, rank]."""
         self.absorbed = ByHead(key_weight)
         self.expanded = ByHead(value_weight.transpose(1, 2))
         self._rank = key_weight.shape[2]
-        self._index = index
         self.rows: torch.Tensor | None = None
 
     def attend(self, paged: PagedAttention, call: AttentionCall) -> torch.Tensor:
         """query: [T, H, Dn + Dr], rotated part last; key: the same shape, and only its rotated part
         is read. Returns [T, H, Dv]."""
-        if self._index is not None:
-            cast(PagedIndex, paged).pick(self._index.layer, self._index.take())
         assert self.rows is not None, "kv_b_proj was not asked"
         query, key = call.query, call.key
         plain = self.absorbed.matrices.shape[1]
@@ -103,21 +92,11 @@ def absorb(model: nn.Module) -> int:
     """Make every latent attention module cache latents. Returns how many there are. Cannot be
     undone: the model then works only with paged attention."""
     found: list[Any] = [module for module in model.modules() if _is_latent(module)]
-    for module in model.modules():
-        index = getattr(module, "indexer", None)
-        known = _is_latent(module) or is_compressor(module)
-        if isinstance(index, nn.Module) and not known:
-            raise other_index(index)
-    num_indexes = 0
     for module in found:
         weight = module.kv_b_proj.weight
         heads = weight.view(module.num_heads, -1, weight.shape[1])
         key_weight, value_weight = heads.split([module.qk_nope_head_dim, module.v_head_dim], 1)
-        own = None
-        if getattr(module, "indexer", None) is not None:
-            own = page_index(module, len(found) + num_indexes)
-            num_indexes += 1
-        latent = LatentAttention(key_weight, value_weight, own)
+        latent = LatentAttention(key_weight, value_weight)
         setattr(module, KEPT, latent)
         module.kv_b_proj = _Unexpanded(latent, weight.shape[0])
     return len(found)

@@ -85,7 +85,7 @@ def flatten(graph: Any, inside: Any, options: Mapping[int, AttentionOptions]) ->
     torch._C._jit_pass_inline(graph)
     forward = next(iter(graph.inputs()))
     for node in graph.findAllNodes("cachesvc::attend", recurse=True):
-        scaling, window, softcap, sinks, _ = options[node.inputsAt(0).toIValue()]
+        scaling, window, softcap, sinks = options[node.inputsAt(0).toIValue()]
         graph.setInsertPoint(node)
         attribute = _insert(graph, "prim::GetAttr", [forward], "inside", inside._c._type())
         given = [graph.insertConstant(each) for each in (float(scaling), window, softcap, sinks)]

@@ -6,8 +6,7 @@ choose a token.
 """
 
 import logging
-from collections.abc import Container, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -16,11 +15,9 @@ import torch
 from numpy.typing import NDArray
 
 from engine.attention.base import PagedAttention, ReferenceAttention
-from engine.attention.compressed import CompressedAttention
 from engine.attention.cpu import CpuAttention
 from engine.attention.kv_pool import KvPool
 from engine.attention.recurrent import RecurrentAttention, RecurrentStates, state_views
-from engine.attention.sparse import SparseAttention, indexed_layers
 from engine.attention.states import StatefulAttention
 from engine.batch import Batch, Sampled, Span
 from engine.errors import ModelError
@@ -47,15 +44,11 @@ def pick_attention(
     layers: Sequence[LayerLayout],
     dtype: torch.dtype,
     owners: Sequence[int] = (),
-    only: Container[int] | None = None,
 ) -> PagedAttention:
     """The fastest attention for the pool's device. `dtype` is the model's compute dtype. `owners`
-    are those of the pool's slots (`DevicePool.owners`). It attends in the layers `only`, or in
-    all."""
-    if any(layer.rate > 1 for layer in layers):
-        return CompressedAttention(pool, layers)
+    are those of the pool's slots (`DevicePool.owners`)."""
     if pool.device.type == "cpu" and dtype in (torch.float32, torch.bfloat16):
-        return CpuAttention(pool, layers, owners, only=only)
+        return CpuAttention(pool, layers, owners)
     if pool.device.type == "cuda":
         # Only CUDA builds of torch come with Triton.
         from engine.attention.triton import TritonAttention
@@ -94,16 +87,12 @@ class ModelRunner:
         self._fewest_rows = MIN_ROWS
         self._vocab_size = loaded.vocab_size
         self._device = torch.device(loaded.device)
-        pick = partial(pick_attention, pool, loaded.layers, DTYPES[loaded.dtype], owners)
-        indexed, others = indexed_layers(loaded.layers)
-        whole = attention or pick(indexed or None)
-        windowed = pick(others) if others else None
-        self._picked = [each for each in (whole, windowed) if each is not None]
-        self._attention: PagedAttention = whole
-        if indexed:
-            self._attention = SparseAttention(whole, pool, loaded.layers, windowed)
-        if kv.states and not isinstance(whole, CompressedAttention):
-            self._attention = StatefulAttention(self._attention, pool, loaded.layers)
+        picked = attention or pick_attention(pool, loaded.layers, DTYPES[loaded.dtype], owners)
+        self._picked = picked
+        self._on_cpu = picked if isinstance(picked, CpuAttention) else None
+        self._attention: PagedAttention = picked
+        if kv.states:
+            self._attention = StatefulAttention(picked, pool, loaded.layers)
         self._recurrent: RecurrentStates | None = None
         self._checkpoints = checkpoints
         self._tensors = loaded.port.tensors if loaded.port is not None else ()
@@ -168,21 +157,17 @@ class ModelRunner:
     @property
     def lazy_memories(self) -> list[LazyMemory]:
         """The memory of working copies, to be touched ahead of need."""
-        return [each.lazy_memory for each in self._on_cpu]
-
-    @property
-    def _on_cpu(self) -> list[CpuAttention]:
-        return [each for each in self._picked if isinstance(each, CpuAttention)]
+        return [self._on_cpu.lazy_memory] if self._on_cpu is not None else []
 
     def record(self) -> None:
         """Record the model's forward, once, on any thread before steps."""
         if self._is_recorded:
             return
         self._is_recorded = True
-        if self._fuses:
-            for each in self._on_cpu:
-                each.fuse()
-        if (self._on_cpu or self._device.type == "cuda") and self._recurrent is None:
+        if self._fuses and self._on_cpu is not None:
+            self._on_cpu.fuse()
+        on_either = self._on_cpu is not None or self._device.type == "cuda"
+        if on_either and self._recurrent is None:
             self._traced = trace(self._model, fused=self._fuses)
 
     @property
@@ -196,7 +181,7 @@ class ModelRunner:
         Call it before serving: block 0 of the pool must be unowned.
         """
         self.record()
-        if self._on_cpu:
+        if self._on_cpu is not None:
             self._fewest_rows = fewest_rows(self._model)
         self._try_kernels()
         if self._graphs is not None:
@@ -214,11 +199,10 @@ class ModelRunner:
             self._try(2)
             self._try(1)
         except Exception as error:
-            kernels: list[Any] = [each for each in self._picked if getattr(each, "in_place", False)]
-            if not kernels:
+            picked: Any = self._picked
+            if not getattr(picked, "in_place", False):
                 raise
-            for attention in kernels:
-                attention.give_up_kernel(error)
+            picked.give_up_kernel(error)
             self._graphs = None
             self._try(2)
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from engine.errors import ModelError
-from engine.models.files import find_folder
+from engine.models.files import find
 from engine.models.gguf import convert_again
 from engine.text.tokenizer import Tokenizer
 
@@ -45,7 +45,7 @@ def describe_folder(
 ) -> Spoken:
     """Find the model `name` like `engine.models.load.load_model`. Raises ModelError."""
     cache_dir.mkdir(parents=True, exist_ok=True)
-    folder = find_folder(name, cache_dir, progress or (lambda what, fraction: None))
+    folder = find(name, cache_dir, progress or (lambda what, fraction: None), weights=False)
     tokenizer = load_tokenizer(folder)
     try:
         config: Any = AutoConfig.from_pretrained(folder, trust_remote_code=False)

@@ -59,20 +59,29 @@ def check(name: str, adapters: Mapping[str, str]) -> None:
             _check_hub(found, f"adapter {adapter}: {found}", AdapterError)
 
 
-def find(name: str, cache_dir: Path, report: "Progress") -> tuple[Path, bytes]:
-    """A folder of safetensors for the model `name`, and a digest of its contents.
+def find(name: str, cache_dir: Path, report: "Progress", *, weights: bool = True) -> Path:
+    """A folder of safetensors for the model `name`. Without `weights` it may lack some of them.
 
     A GGUF file is converted once into `cache_dir`. Raises ModelError.
     """
-    return _folder(_locate(name), cache_dir, report)
-
-
-def find_folder(name: str, cache_dir: Path, report: "Progress") -> Path:
-    """The folder of `find`, without reading weights that are in it already. Raises ModelError."""
     path = _locate(name)
-    if path.is_dir() and (path / "config.json").exists():
+    if not weights and (path / "config.json").exists():
         return path
-    return _folder(path, cache_dir, report)[0]
+    path = _weights(path)
+    if path.is_dir():
+        return path
+    from engine.models.gguf import convert, converted_folder
+
+    parts = split_parts(path)
+    folder = converted_folder(cache_dir, digest(parts))
+    if not folder.exists():
+        convert(parts, folder, report)
+    return folder
+
+
+def digest_of(folder: Path) -> bytes:
+    """16 bytes over a model's weights and its config."""
+    return digest(sorted([*folder.glob("*.safetensors*"), folder / "config.json"]))
 
 
 def locate_adapter(name: str, source: str) -> str:
@@ -158,19 +167,6 @@ def _check_hub(name: str, what: str, kind: type[EngineError]) -> None:
         raise kind(
             f"{what} is not here yet, and cannot be fetched from the hub: {error}"
         ) from error
-
-
-def _folder(path: Path, cache_dir: Path, report: "Progress") -> tuple[Path, bytes]:
-    """A folder of safetensors for `path`, and a digest of its contents."""
-    path = _weights(path)
-    if not path.is_dir():
-        from engine.models.gguf import convert, converted_folder
-
-        parts = split_parts(path)
-        path = converted_folder(cache_dir, digest(parts))
-        if not path.exists():
-            convert(parts, path, report)
-    return path, digest(sorted([*path.glob("*.safetensors*"), path / "config.json"]))
 
 
 def _weights(path: Path) -> Path:

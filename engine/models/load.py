@@ -36,11 +36,11 @@ from engine.models.adapters import load_adapter as read_adapter
 from engine.models.arithmetic import Arithmetic, arithmetic_of
 from engine.models.describe import load_tokenizer
 from engine.models.elementwise import Watch
-from engine.models.files import find
+from engine.models.files import digest_of, find
 from engine.models.gguf import Progress, convert_again
 from engine.models.narrow_file import NarrowFile
 from engine.models.packing import can_pack, has_bfloat16
-from engine.models.probe import PROBE_TOKENS, num_probed, prepare, probe_logits
+from engine.models.probe import PROBE_TOKENS, prepare, probe_logits
 from engine.models.rope import check_settings, fix_tables
 from engine.models.towers import drop_towers, is_text_of
 from engine.models.unfilled import Unfilled
@@ -49,7 +49,7 @@ from engine.operators.library import Operators
 from engine.promise import Equal, Promise
 from engine.request import SamplingParams
 from engine.text.tokenizer import Tokenizer
-from tiers.blocks.layout import DTYPES, BlockLayout, LayerLayout, entry_size, sized_layout
+from tiers.blocks.layout import DTYPES, BlockLayout, LayerLayout, sized_layout
 
 logger = logging.getLogger(__name__)
 
@@ -59,11 +59,15 @@ UNBOUNDED = 1 << 20  # the context of a model whose config names none, as of Mam
 # both or nothing.
 _PAGED_LAYERS = frozenset(
     {
-        *("full_attention", "sliding_attention", "indexed_attention"),
-        *("compressed_sparse_attention", "heavily_compressed_attention", "linear_attention"),
+        *("full_attention", "sliding_attention", "linear_attention"),
         *("hybrid", "moe", "mlp"),
     }
 )
+# What only other engines compute, by the field of the config that asks for it.
+_ELSEWHERE = {
+    "compress_rates": "compressed entries",
+    **dict.fromkeys(("index_topk", "index_topk_blocks", "indexer_budget"), "a sparse index"),
+}
 # By model type, layers whose state is stored at the end of each block.
 _STATES = {name: frozenset({"conv"}) for name in ("lfm2", "lfm2_moe", "lfm3")}
 # Types unknown to transformers, whose repositories contain a copy of code that it has.
@@ -118,14 +122,7 @@ class LoadedModel:
 
     def layout(self, block_size: int | None = None, kv_dtype: str | None = None) -> BlockLayout:
         """The layout of this model's blocks. `block_size` None follows the bytes of a token, and
-        `kv_dtype` None means the compute dtype. Raises ModelError for a size in which compressed
-        entries do not end where blocks do."""
-        whole = entry_size(self.layers)
-        if block_size is not None and block_size % whole:
-            raise ModelError(
-                f"{self.name} keeps one entry for {whole} tokens, which blocks of {block_size} "
-                f"would cut; set the block size to a multiple of {whole}, or leave it unset"
-            )
+        `kv_dtype` None means the compute dtype."""
         states = self.port.tensors if self.port is not None else ()
         return sized_layout(self.layers, kv_dtype or self.dtype, states, block_size=block_size)
 
@@ -153,7 +150,9 @@ def load_model(
         raise ModelError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}, auto")
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()  # what it warns of is refused here
-    folder, content = find(name, cache_dir, report)
+    folder = find(name, cache_dir, report)
+    config = _read_config(folder)
+    content = digest_of(folder)
     operators = kept = None
     num_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     if num_bytes >= _COMPILED_FROM_BYTES:
@@ -161,7 +160,7 @@ def load_model(
         if _may_fuse(device, dtype):
             kept = NarrowFile(cache_dir, content, operators.key, replaces_bytes=num_bytes)
     tokenizer = load_tokenizer(folder)
-    model = _load_weights(folder, DTYPES[dtype], device)
+    model = _load_weights(folder, config, DTYPES[dtype], device)
     if is_text_of(model.config):
         drop_towers(model)
     if operators is not None and operators.is_compiling:
@@ -206,7 +205,7 @@ def describe(
         kept = None
     placed = kept is not None and kept.place(model)
     with naming_versions():
-        watch = Watch(num_probed(model))
+        watch = Watch(PROBE_TOKENS)
         layers = prepare(model, max_context, port, narrow=narrow, watch=watch)
     if kept is not None and not placed:
         kept.write(model)
@@ -255,11 +254,26 @@ def load_adapter(loaded: LoadedModel, name: str, source: str) -> Adapter:
 # Loading.
 
 
-def _load_weights(folder: Path, dtype: torch.dtype, device: str) -> nn.Module:
+def _read_config(folder: Path) -> Any:
+    """Raises ModelError for one that cannot be read, or of a model that cannot be served."""
     try:
         config = _load_config(folder)
         with naming_versions():
             refuse_unsupported(config)
+        return config
+    except ModelError:
+        raise
+    except Exception as error:  # transformers' errors have no common root
+        raise _unusable(folder, error) from error
+
+
+def _unusable(folder: Path, error: Exception) -> ModelError:
+    why = " ".join(str(error).split())
+    return ModelError(f"{folder} cannot be loaded: {why}{convert_again(folder)}")
+
+
+def _load_weights(folder: Path, config: Any, dtype: torch.dtype, device: str) -> nn.Module:
+    try:
         _recommend_bfloat16(config, dtype, device)
         dequantized = _dequantize(config)
         kind = AutoModelForImageTextToText if is_text_of(config) else AutoModelForCausalLM
@@ -272,8 +286,7 @@ def _load_weights(folder: Path, dtype: torch.dtype, device: str) -> nn.Module:
     except ModelError:
         raise
     except Exception as error:  # transformers' and its quantizers' errors have no common root
-        why = " ".join(str(error).split())
-        raise ModelError(f"{folder} cannot be loaded: {why}{convert_again(folder)}") from error
+        raise _unusable(folder, error) from error
     # transformers only warns about missing weights and fills them with random numbers. Answers
     # would be noise.
     unusable = sorted(map(str, [*loading["missing_keys"], *loading["mismatched_keys"]]))
@@ -333,12 +346,18 @@ def refuse_unsupported(config: Any) -> None:
     """Raise ModelError for a model that its config alone shows not to be served."""
     if config.is_encoder_decoder:
         raise ModelError(f"{config.model_type} is an encoder-decoder; only decoders are supported")
+    text_config = config.get_text_config()
+    for field, what in _ELSEWHERE.items():
+        if getattr(text_config, field, None):
+            raise ModelError(
+                f"{config.model_type} has {what} ({field} in its config.json), which the embedded "
+                f"engine does not compute; serve it with vLLM: --engine vllm, or --engine URL"
+            )
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not is_text_of(config):
         raise ModelError(
             f"transformers has no causal language model of type {config.model_type}; served are "
             f"models of text"
         )
-    text_config = config.get_text_config()
     served = _PAGED_LAYERS | _STATES.get(text_config.model_type, frozenset())
     others = set(getattr(text_config, "layer_types", None) or ()) - served
     if others:

@@ -19,10 +19,8 @@ from typing import Any
 import torch
 
 from engine.attention import base as attention
-from engine.attention.compressed import longest_entry, page_compressors
 from engine.attention.latent import absorb
 from engine.attention.recurrent import State, StatePort, tensors_of
-from engine.attention.sparse import check_layers
 from engine.attention.states import page_convolutions
 from engine.errors import ModelError
 from engine.models import packing
@@ -32,6 +30,7 @@ from tiers.blocks.layout import LayerLayout
 
 PROBE_TOKENS = 8
 _HALF = PROBE_TOKENS // 2
+_ALONE = ((0, 0, PROBE_TOKENS),)
 _NARROW = 3  # tokens in a narrowed window
 _MAX_BORDERS = 4
 # In half precision each layer rounds, so a deep model's logits move by more than a fixed share.
@@ -54,7 +53,7 @@ def prepare(
 
     `narrow`: with compiled operators, see `engine.models.packing`. With `port`, the model has
     recurrent states. Then the pool keeps a layer for each time that a forward attends. `watch` is
-    entered around a paged forward of `num_probed` tokens.
+    entered around a paged forward of `PROBE_TOKENS` tokens.
     Raises ModelError unless every layer attends through the interface, in order, and the model's
     results equal those of transformers' own modules and attention, whatever is computed beside it.
     """
@@ -74,12 +73,7 @@ def prepare(
 
 def probe_logits(model: Any, port: StatePort | None = None) -> torch.Tensor:
     """Logits [T, vocabulary] of a few tokens from position 0 on, with paged attention."""
-    return _paged(model, ProbeAttention(port=port), [(0, 0, PROBE_TOKENS)])
-
-
-def num_probed(model: Any) -> int:
-    """How many tokens the probe computes at once: so many that an entry ends."""
-    return PROBE_TOKENS + longest_entry(model)
+    return _paged(model, ProbeAttention(port=port), _ALONE)
 
 
 def _prepare(
@@ -92,12 +86,9 @@ def _prepare(
 ) -> tuple[LayerLayout, ...]:
     with _narrow_windows(model) as narrowed:
         model.set_attn_implementation("eager")
-        size = num_probed(model)
-        expected = _forward(model, [(0, 0, size)], position_ids=None)  # it counts them itself
-        rounding = _rounding(model, expected, size)
+        expected = _forward(model, _ALONE, position_ids=None)  # it counts them itself
+        rounding = _rounding(model, expected)
         absorb(model)
-        num_layers = model.config.get_text_config().num_hidden_layers
-        page_compressors(model, num_layers)
         page_convolutions(model)
         if model.device.type == "cuda":
             fuse_norms(model)
@@ -106,10 +97,11 @@ def _prepare(
         model.set_attn_implementation(attention.IMPLEMENTATION)
         probe = ProbeAttention(port=port)
         with watch:
-            actual = _paged(model, probe, [(0, 0, size)])
-        starts = _starts(model, max_context, size)
-        both = [(start, 0, size) for start in sorted({0, starts[-1]})]
-        beside = _paged(model, ProbeAttention(port=port), both)[:size]
+            actual = _paged(model, probe, _ALONE)
+        starts = _starts(model, max_context)
+        both = [(start, 0, PROBE_TOKENS) for start in sorted({0, starts[-1]})]
+        beside = _paged(model, ProbeAttention(port=port), both)[:PROBE_TOKENS]
+    num_layers = model.config.get_text_config().num_hidden_layers
     if port is None and probe.layers != list(range(num_layers)):
         raise ModelError(
             f"{kind} has {num_layers} layers, of which {probe.layers} came to attention: its KV "
@@ -121,12 +113,11 @@ def _prepare(
     if port is not None:
         _check_states(model, port, actual)
     if probe.layers:
-        _check_neighbours(model, _one_of_each_kind(probe), starts, size, port)
+        _check_neighbours(model, _one_of_each_kind(probe), starts, port)
     what = "gives other logits beside another sequence than alone"
     _compare(model, actual, beside, what, rounding)
     whole = _first_token(model, port) if narrowed else probe
     windows = _windows(whole, max_context) if narrowed else {}
-    check_layers(kind, {each: probe.options[each].picked for each in probe.layers}, windows)
     layouts = {layer: whole.layouts[layer] for layer in sorted(whole.layouts)} or {0: NOTHING}
     if all(layout.rows for layout in layouts.values()):
         raise ModelError(f"{kind} keeps states alone, and no keys and values: it cannot be paged")
@@ -191,16 +182,13 @@ def _windows(probe: ProbeAttention, max_context: int) -> dict[int, int]:
 # Alone, in chunks, and beside others.
 
 
-def _check_neighbours(
-    model: Any, last: int, starts: Sequence[int], size: int, port: StatePort | None
-) -> None:
-    """Raise ModelError if the keys and values of one of `size` tokens, up to layer `last`, depend
-    on what is computed beside it."""
-    together = _kept(model, last, [[(start, 0, size) for start in starts]], port)
-    half = size // 2
+def _check_neighbours(model: Any, last: int, starts: Sequence[int], port: StatePort | None) -> None:
+    """Raise ModelError if the keys and values of a token, up to layer `last`, depend on what is
+    computed beside it."""
+    together = _kept(model, last, [[(start, 0, PROBE_TOKENS) for start in starts]], port)
     for start in starts:
-        alone = _kept(model, last, [[(start, 0, size)]], port)
-        chunked = _kept(model, last, [[(start, 0, half)], [(start, half, size - half)]], port)
+        alone = _kept(model, last, [[(start, 0, PROBE_TOKENS)]], port)
+        chunked = _kept(model, last, [[(start, 0, _HALF)], [(start, _HALF, _HALF)]], port)
         for kept, how in ((chunked, "in chunks"), (together, "beside other sequences")):
             for layer in sorted({layer for _, layer in alone}):
                 for expected, actual in zip(alone[start, layer], kept[start, layer], strict=True):
@@ -209,20 +197,19 @@ def _check_neighbours(
                         expected.flatten(1).float(),
                         actual.flatten(1).float(),
                         f"computes other keys or values {how} than alone, at positions {start} to "
-                        f"{start + size - 1} in layer {layer}",
+                        f"{start + PROBE_TOKENS - 1} in layer {layer}",
                     )
 
 
-def _starts(model: Any, max_context: int, size: int) -> list[int]:
+def _starts(model: Any, max_context: int) -> list[int]:
     """The first positions of the probed sequences: 0, half a probe before each boundary, and the
     very end."""
     config = model.config.get_text_config()
     borders = set(_lengths(getattr(config, "rope_parameters", None)))
     borders |= set(_lengths({name: getattr(config, name, None) for name in _WINDOWS}))
     borders.add(getattr(config, "original_max_position_embeddings", None) or 0)
-    end, half = max_context - size, size // 2
-    inner = sorted(border - half for border in borders if half < border <= max_context - half)
-    return sorted({0, *inner[-_MAX_BORDERS:], max(0, end)})
+    inner = sorted(each - _HALF for each in borders if _HALF < each <= max_context - _HALF)
+    return sorted({0, *inner[-_MAX_BORDERS:], max(0, max_context - PROBE_TOKENS)})
 
 
 def _lengths(parameters: Any) -> Iterator[int]:
@@ -235,10 +222,7 @@ def _lengths(parameters: Any) -> Iterator[int]:
 
 def _one_of_each_kind(probe: ProbeAttention) -> int:
     """The first layer, other than the first, up to which every kind of layer has occurred."""
-    kinds = [
-        (probe.options[layer].window, probe.layouts[layer], probe.rates.get(layer))
-        for layer in probe.layers
-    ]
+    kinds = [(probe.options[layer].window, probe.layouts[layer]) for layer in probe.layers]
     last = max(kinds.index(kind) for kind in set(kinds))
     return probe.layers[min(max(last, 1), len(kinds) - 1)]
 
@@ -263,10 +247,9 @@ def _compare(
     exact = model.dtype == torch.float32
     tolerance = 1e-3 if exact else max(5e-2, min(_ROUNDINGS * rounding, _MOST_ROUNDED))
     errors = _relative(expected, actual)
-    config = model.config.get_text_config()
-    chooses = any(getattr(config, name, None) for name in ("num_experts_per_tok", "index_topk"))
-    # In half precision, two experts, or two keys of a sparse index, may have equal scores up to
-    # rounding. Then a token may take the other one, but most tokens do not.
+    chooses = getattr(model.config.get_text_config(), "num_experts_per_tok", None)
+    # In half precision, two experts may have equal scores up to rounding. Then a token may take the
+    # other one, but most tokens do not.
     error = errors.median() if chooses and not exact else errors.max()
     if not error <= tolerance:
         raise ModelError(
@@ -280,7 +263,7 @@ def _relative(expected: torch.Tensor, actual: torch.Tensor) -> torch.Tensor:
     return (actual - expected).abs().amax(-1) / expected.abs().max().clamp_min(1e-6)
 
 
-def _rounding(model: Any, expected: torch.Tensor, size: int) -> float:
+def _rounding(model: Any, expected: torch.Tensor) -> float:
     """The relative difference of the logits if the embedded tokens are rounded otherwise: by a step
     of the model's precision, up and down by turns. 0 for float32, whose tolerance has room."""
     if model.dtype == torch.float32:
@@ -293,7 +276,7 @@ def _rounding(model: Any, expected: torch.Tensor, size: int) -> float:
 
     hook = model.get_input_embeddings().register_forward_hook(nudge)
     try:
-        nudged = _forward(model, [(0, 0, size)], position_ids=None)
+        nudged = _forward(model, _ALONE, position_ids=None)
     finally:
         hook.remove()
     return float(_relative(expected, nudged).max())
@@ -324,7 +307,7 @@ def _forward(model: Any, pieces: Pieces, **arguments: Any) -> torch.Tensor:
 
 # Windows.
 
-_WINDOWS = ("sliding_window", "attention_chunk_size", "index_topk")
+_WINDOWS = ("sliding_window", "attention_chunk_size")
 
 
 @contextmanager

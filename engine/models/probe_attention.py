@@ -9,15 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from engine.attention.base import AttentionCall, AttentionOptions, PagedAttention, attend_dense
-from engine.attention.compressed import (
-    Compressor,
-    EntryRows,
-    SeenEntries,
-    attend_entries,
-    seen_entries,
-)
 from engine.attention.recurrent import Piece, RecurrentStates, StatePort
-from engine.attention.sparse import IndexRows, attend_picked, picked
 from engine.attention.states import windows_of
 from engine.batch import Span
 from tiers.blocks.layout import LayerLayout
@@ -41,13 +33,11 @@ class ProbeAttention(PagedAttention):
         self.options: dict[int, AttentionOptions] = {}
         self.layouts: dict[int, LayerLayout] = {}
         self.kept: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
-        self.rates: dict[int, int] = {}  # of layers with compressed entries
         self._stop_after = stop_after
         self._port = port
         self.states = RecurrentStates()
         self._num_attended = 0
         self._pieces: Pieces = ()
-        self._picked: list[torch.Tensor] = []  # of each piece, as far as an index picks
 
     def begin(self, spans: Sequence[Span]) -> None:
         pass
@@ -69,91 +59,18 @@ class ProbeAttention(PagedAttention):
         self.options[layer] = options
         self.layouts[layer] = _layout_of(key, value)
         outputs, first = [], 0
-        for number, (sequence, offset, count) in enumerate(self._pieces):
+        for sequence, offset, count in self._pieces:
             rows = slice(first, first + count)
             keys, values = key[rows], value[rows]
             if offset:
                 before = self.kept[sequence, layer]
                 keys, values = torch.cat([before[0], keys]), torch.cat([before[1], values])
             self.kept[sequence, layer] = keys, values
-            chosen = self._picked[number] if options.picked else keys.new_empty(0)
-            border = rows.stop - len(chosen)
-            if border > first:
-                end = len(keys) - len(chosen)
-                dense = (call.query[first:border], keys[:end], values[:end])
-                outputs.append(attend_dense(*dense, offset, options))
-            if len(chosen):
-                asked, own = call.query[border : rows.stop], keys[:, 0][chosen]
-                outputs.append(attend_picked(asked, own, values.shape[2], options))
+            outputs.append(attend_dense(call.query[rows], keys, values, offset, options))
             first = rows.stop
         if layer == self._stop_after:
             raise Enough
         return torch.cat(outputs)
-
-    def pick(self, layer: int, rows: IndexRows) -> None:
-        """See `engine.attention.sparse.PagedIndex`."""
-        size = rows.key.shape[1]
-        self.layouts[layer] = LayerLayout(1, size, size, shared=True, picks=rows.top_k)
-        self._picked, first = [], 0
-        for sequence, offset, count in self._pieces:
-            end = first + count
-            keys = rows.key[first:end, None]
-            if offset:
-                keys = torch.cat([self.kept[sequence, layer][0], keys])
-            self.kept[sequence, layer] = (keys, keys)
-            border = min(end, max(first, first + rows.top_k - offset))
-            query, weights = rows.query[border:end], rows.weights[border:end]
-            start = offset + border - first
-            self._picked.append(
-                picked(query, weights, keys[:, 0], start, rows.top_k)
-                if border < end
-                else torch.empty(0, rows.top_k, dtype=torch.long, device=keys.device)
-            )
-            first = end
-
-    def attend_with(self, call: AttentionCall, step: EntryRows) -> torch.Tensor:
-        """See `engine.attention.compressed.PagedEntries`."""
-        layer, outputs, first = call.layer, [], 0
-        self.layers.append(layer)
-        self.options[layer], self.rates[layer] = call.options, step.compressor.rate
-        self.layouts[layer] = _layout_of(call.key, call.value)
-        self.layouts |= step.compressor.layouts()
-        if step.indexed is not None:
-            self.layouts |= step.indexed.compressor.layouts(step.indexed.top_k)
-        for sequence, offset, count in self._pieces:
-            own = slice(first, first + count)
-            key = self._joined(sequence, layer, offset, call.key[own])
-            entries = self._entries(sequence, offset, step.compressor, step.rows[own])
-            keys = None
-            if step.indexed is not None:
-                keys = self._entries(
-                    sequence, offset, step.indexed.compressor, step.indexed.rows[own]
-                )
-            seen = seen_entries(step, own, offset, keys)
-            table = torch.zeros(1, dtype=torch.long, device=seen.device)
-            beside = SeenEntries(entries[None], table, seen)
-            outputs.append(attend_entries(call.of(own), key[:, 0], offset, beside))
-            first = own.stop
-        if layer == self._stop_after:
-            raise Enough
-        return torch.cat(outputs)
-
-    def _entries(
-        self, sequence: int, offset: int, compressor: Compressor, rows: torch.Tensor
-    ) -> torch.Tensor:
-        """A sequence's entries up to this call."""
-        rows = self._joined(sequence, compressor.rows, offset, rows)
-        before = compressor.nothing(-compressor.first_row(0), rows)
-        entries = compressor.made(torch.cat([before, rows]), sequence)
-        self.kept[sequence, compressor.entries] = (entries, entries)
-        return entries
-
-    def _joined(self, sequence: int, layer: int, offset: int, rows: torch.Tensor) -> torch.Tensor:
-        """A sequence's rows of this and earlier calls."""
-        if offset:
-            rows = torch.cat([self.kept[sequence, layer][0], rows])
-        self.kept[sequence, layer] = (rows, rows)
-        return rows
 
     def recall(self, layer: int, rows: torch.Tensor, width: int) -> torch.Tensor:
         """See `engine.attention.states.PagedStates`."""

@@ -82,12 +82,6 @@ _LATENT: dict[str, Any] = {
     "head_dim": 8,
     "num_key_value_heads": 4,
 }
-_INDEX: dict[str, Any] = {
-    **_LATENT,
-    "index_topk": 20,
-    "index_n_heads": 8,
-    "index_head_dim": 16,
-}
 _TOWER: dict[str, Any] = {  # what reads images or sound, of models whose text alone is served
     "hidden_size": 32,
     "intermediate_size": 32,
@@ -149,29 +143,6 @@ _ZAMBA2 = {
     "layer_types": ["mamba", "hybrid"] * 2,
 }
 _DECODER = {"is_decoder": True}
-_DOTS3: dict[str, Any] = {
-    **_INDEX,
-    "head_dim": 24,
-    "num_hidden_layers": 4,
-    "layer_types": ["sliding_attention", "indexed_attention"] * 2,
-    "swa_num_attention_heads": 2,
-    "swa_num_key_value_heads": 2,
-    "swa_q_lora_rank": 24,
-    "swa_kv_lora_rank": 40,
-    "swa_head_dim": 24,
-    "swa_qk_nope_head_dim": 16,
-    "swa_v_head_dim": 16,
-}
-_QWEN4 = {
-    **_DELTA,
-    "indexer_n_heads": 2,
-    "indexer_kv_heads": 1,
-    "indexer_head_dim": 16,
-    "indexer_budget": 8,
-    "indexer_compress_ratio": 2,
-    "hc_lowrank": 8,
-    "ngram_vocab_size_base": 512,
-}
 _VISION = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 _AUDIO = (
     *("hidden_size", "intermediate_size", "num_attention_heads", "num_blocks"),
@@ -187,7 +158,6 @@ ARCHITECTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "aria_text": ("Aria, its text model", {}),
     "arcee": ("Arcee AFM", {}),
     "axk1": ("A.X K1", _LATENT),
-    "axk2": ("A.X K2", _INDEX),
     "bailing_hybrid": ("Ling, Ring 2.5 and 3", {**_LATENT, "layer_types": _DELTA["layer_types"]}),
     "bamba": ("Bamba", {**_MAMBA, "attn_layer_indices": [1]}),
     "beam": ("Beam", {}),
@@ -222,45 +192,10 @@ ARCHITECTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     ),
     "deepseek_v2": ("DeepSeek-V2, V2-Lite, Coder-V2", {**_LATENT, "num_experts_per_tok": 2}),
     "deepseek_v3": ("DeepSeek-V3, R1, Kimi K2", _LATENT),
-    "deepseek_v32": ("DeepSeek-V3.2", _INDEX),
-    "deepseek_v4": (
-        "DeepSeek-V4",
-        {
-            "num_hidden_layers": 4,
-            "num_key_value_heads": 1,
-            "layer_types": [
-                "sliding_attention",
-                "compressed_sparse_attention",
-                "heavily_compressed_attention",
-                "compressed_sparse_attention",
-            ],
-            "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"],
-            "compress_rates": {
-                "compressed_sparse_attention": 4,
-                "heavily_compressed_attention": 8,
-            },
-            "partial_rotary_factor": 0.5,
-            "q_lora_rank": 24,
-            "o_groups": 2,
-            "o_lora_rank": 16,
-            "index_n_heads": 8,
-            "index_head_dim": 16,
-            "index_topk": 6,
-        },
-    ),
     "dots1": (
         "dots.llm1",
         {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     ),
-    "dots3_note": (
-        "dots3.note, its text",
-        {
-            **_DOTS3,
-            "vision_config": {"adapter_out_dim": 64},
-            "audio_config": {"adapter_out_dim": 64},
-        },
-    ),
-    "dots3_note_text": ("dots3.note, its text model", _DOTS3),
     "electra": ("ELECTRA as a decoder", _DECODER),
     "emu3": ("Emu3, its text", {}),
     "ernie": ("ERNIE as a decoder", _DECODER),
@@ -299,10 +234,6 @@ ARCHITECTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "GLM-4.5V, 4.6V, their text",
         {"rope_parameters": {**_MROPE["rope_parameters"], "mrope_section": [1, 1, 2]}},
     ),
-    "glm_moe_dsa": (
-        "GLM-5",
-        {**_INDEX, "num_hidden_layers": 3, "indexer_types": ["full", "shared", "full"]},
-    ),
     "gpt2": ("GPT-2", {}),
     "gpt_bigcode": ("StarCoder, SantaCoder", {}),
     "gpt_neox": ("Pythia, GPT-NeoX", {}),
@@ -323,7 +254,6 @@ ARCHITECTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "hunyuan_v1_dense": ("Hunyuan dense", {}),
     "hunyuan_v1_moe": ("Hunyuan A13B", {}),
     "hy_v3": ("Hunyuan 3", {}),
-    "hy_v4": ("Hunyuan 4", _INDEX),
     "hyperclovax": ("HyperCLOVA X", {}),
     "idefics3": ("Idefics3, SmolVLM, SmolDocling, Granite-Docling, their text", {}),
     "internlm3": ("InternLM 3", {}),
@@ -357,7 +287,13 @@ ARCHITECTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         },
     ),
     "lfm2_vl": ("LFM2-VL, its text", {"layer_types": ["conv", "full_attention"]}),
-    "lfm3": ("LFM3", {"layer_types": ["conv", "full_attention"]}),
+    "lfm3": (
+        "LFM3",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["conv", "full_attention", "sliding_attention", "conv"],
+        },
+    ),
     "llama": ("Llama 2 and 3, SmolLM 2, Yi, DeepSeek-R1-Distill-Llama", {}),
     "longcat_flash": ("LongCat-Flash", _LATENT),
     "mamba": ("Mamba", {}),
@@ -455,6 +391,14 @@ _NO_INTERFACE = "does not support transformers' attention interface"
 _BIDIRECTIONAL = "gives other logits with paged attention"
 _OTHER_POSITIONS = {"is_decoder": True, "max_position_embeddings": 800}
 _BOTH_WAYS = "is an encoder-decoder"
+_QWEN4 = {
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 16,
+    "indexer_budget": 8,
+    "indexer_compress_ratio": 2,
+}
+_SPARSE = "has a sparse index .* serve it with vLLM: --engine vllm, or --engine URL"
 
 # Every other type that transformers calls a causal language model, by what its load says, and what
 # its tiny config has; None for the type's own config, built without memory.
@@ -483,6 +427,15 @@ REFUSED: Mapping[str, tuple[str, Mapping[str, Any] | None]] = {
         ),
         (_BIDIRECTIONAL, _OTHER_POSITIONS),
     ),
+    **dict.fromkeys(
+        (
+            *("axk2", "deepseek_v32", "dots3_note", "dots3_note_text", "glm_moe_dsa", "hy_v4"),
+            "minimax_m3_vl_text",
+        ),
+        (_SPARSE, None),
+    ),
+    **dict.fromkeys(("qwen4_exp", "qwen4_exp_text"), (_SPARSE, _QWEN4)),
+    "deepseek_v4": ("has compressed entries .* serve it with vLLM", None),
     **dict.fromkeys(("diffllama", "hrm_text", "recurrent_gemma"), ("its KV cannot be paged", {})),
     "doge": ("asks attention for attention_mask", {}),
     **dict.fromkeys(
@@ -494,14 +447,8 @@ REFUSED: Mapping[str, tuple[str, Mapping[str, Any] | None]] = {
     "inkling_text": ("layers of kind hybrid_sliding", None),
     "llama4": ("layers of kind chunked_attention", None),
     "llama4_text": ("layers of kind chunked_attention", None),
-    "minimax_m3_vl_text": (
-        "layers of kind minimax_m3_sparse",
-        {"layer_types": ["full_attention", "minimax_m3_sparse"]},
-    ),
     "mllama": ("its KV cannot be paged", {"cross_attention_layers": [1]}),
     "nemotron": ("is not handed the arguments", {}),
-    "qwen4_exp": ("does not pick single latents", _QWEN4),
-    "qwen4_exp_text": ("does not pick single latents", _QWEN4),
     "reformer": (_NO_INTERFACE, {"is_decoder": True, "axial_pos_embds_dim": (32, 32)}),
     "xmod": (
         _BIDIRECTIONAL,
@@ -548,11 +495,8 @@ def stock(model_type: str) -> Any:
         if seeing:
             drop_towers(model)
         for name, parameter in model.named_parameters():
-            if "sink" in name or "position_bias" in name:
+            if "sink" in name:
                 torch.nn.init.normal_(parameter, 1.0)  # transformers leaves them near zero
-        for name, buffer in model.named_buffers():
-            if "tid2eid" in name:  # the experts of each token, which a checkpoint has
-                buffer.random_(0, config.get_text_config().n_routed_experts)
     return model.eval().requires_grad_(False)
 
 
@@ -584,20 +528,13 @@ def _kept(loaded: LoadedModel) -> str:
         return "recurrent states alone"
     notes = []
     tokens = [each for each in loaded.layers if not each.rows]
-    entries = any(each.rate > 1 for each in tokens)
-    layers = [
-        replace(each, window=None) for each in tokens if each.picks is None and each.rate == 1
-    ]
-    notes.append("latents" if layers[0].shared and not entries else "keys and values")
+    layers = [replace(each, window=None) for each in tokens]
+    notes.append("latents" if layers[0].shared else "keys and values")
     if len({*layers}) > 1:
         notes[0] += " of several shapes"
     elif layers[0].key_dim != layers[0].value_dim and not layers[0].shared:
         notes[0] += " of two sizes"
-    if entries:
-        notes.append("compressed entries")
-    if any(each.picks is not None for each in tokens):
-        notes.append("index keys")
-    if len(tokens) < len(loaded.layers) and not entries:
+    if len(tokens) < len(loaded.layers):
         notes.append("states of short convolutions")
     if loaded.port is not None:
         notes.append("recurrent states")

@@ -151,7 +151,7 @@ def test_a_choice_that_runs_out_of_memory_is_made_in_halves_without_computing_ag
     assert [12, 15, 1] == computed
 
 
-@pytest.mark.parametrize("model_type", ["lfm2", "deepseek_v4"])
+@pytest.mark.parametrize("model_type", ["lfm2", "lfm3"])
 def test_a_step_that_fails_at_its_choice_is_computed_again_from_the_states_before(
     model_type, monkeypatch
 ):

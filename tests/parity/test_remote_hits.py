@@ -49,7 +49,7 @@ def server(tmp_path: Path) -> Iterator[Build]:
 
 
 def model_of(name: str) -> LoadedModel:
-    return architectures.served(name) if name == "deepseek_v4" else tiny_model(name)
+    return architectures.served(name) if name == "lfm3" else tiny_model(name)
 
 
 def drained(house: House) -> RemoteTier:
@@ -58,7 +58,7 @@ def drained(house: House) -> RemoteTier:
     return house.cache.disk.remote
 
 
-@pytest.mark.parametrize("model", ["llama", "gemma2", "deepseek_v4"])
+@pytest.mark.parametrize("model", ["llama", "gemma2", "lfm3"])
 def test_the_second_servers_first_request_hits_remotely(model, server):
     """Its answer equals a computed one, and the loaded blocks go on to its own disk, also those
     that are loaded without their windows."""

@@ -1,4 +1,4 @@
-"""Layers that keep a state: LFM2's short convolutions, DeepSeek-V4's open entries, recurrent ones.
+"""Layers that keep a state: LFM2's short convolutions, and recurrent ones.
 
 That they answer as transformers does from every tier is in `test_architectures`.
 """
@@ -32,7 +32,7 @@ LAYERS = (
 )
 
 
-@pytest.fixture(params=["lfm2", "deepseek_v4"])
+@pytest.fixture(params=["lfm2", "lfm3"])
 def house(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[House]:
     house = House(architectures.served(request.param), tmp_path, step_tokens=BLOCK)
     yield house
@@ -68,9 +68,9 @@ def test_prompts_that_end_anywhere_in_a_block_answer_as_cold(house):
 
 
 @pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("model_type", ["qwen3_next", "deepseek_v4"])
+@pytest.mark.parametrize("model_type", ["qwen3_next", "lfm2"])
 def test_a_step_that_fails_leaves_the_states_as_they_were(model_type, late, tmp_path, monkeypatch):
-    """Recurrent ones, and the rows of open entries. It is tried again, one sequence at a time,
+    """Recurrent ones, and the rows of convolutions. It is tried again, one sequence at a time,
     whether it failed before its end or after."""
     asked = [prompt(3 * BLOCK + 5, seed=1), prompt(BLOCK, seed=2)]
     with closing(House(architectures.served(model_type), tmp_path, step_tokens=BLOCK)) as house:
@@ -96,11 +96,11 @@ def test_a_step_that_fails_leaves_the_states_as_they_were(model_type, late, tmp_
         ("qwen3_next", ["in_proj_qkvz", "out_proj", "q_proj"]),
         ("bamba", ["in_proj", "q_proj"]),
         ("minimax", ["qkv_proj", "out_proj", "q_proj"]),
-        ("deepseek_v4", ["q_b_proj", "kv_proj", "gate_proj", "weights_proj", "o_b_proj"]),
+        ("lfm2", ["in_proj", "q_proj", "w1"]),
     ],
 )
 def test_a_sequence_answers_with_its_own_adapter_beside_others(model_type, targets, tmp_path):
-    """Its adapter updates the layers of recurrent modules, of compressors and of an index too."""
+    """Its adapter updates the layers of recurrent modules and of convolutions too."""
     loaded = architectures.served(model_type)
     for number in range(2):
         folder, stock = tmp_path / f"a{number}", architectures.stock(model_type)

@@ -64,7 +64,7 @@ def windowed(model_type: str) -> LoadedModel:
     )
 
 
-@pytest.fixture(params=[*KINDS, "deepseek_v4"])
+@pytest.fixture(params=[*KINDS, "lfm3"])
 def loaded(request: pytest.FixtureRequest) -> LoadedModel:
     return windowed(request.param)
 

@@ -142,11 +142,22 @@ def test_a_decode_step_waits_for_nothing_that_it_computes(name, monkeypatch):
     assert WAITS.isdisjoint(calls.calls), calls.calls
 
 
-@pytest.mark.parametrize("name", ["deepseek_v32", "qwen3_next"])
-def test_models_whose_steps_the_host_shapes_get_no_graphs(name):
-    """An index picks keys by sequence, and a recurrent state is a tensor of its sequence."""
-    runner = triton_runner(name)
+def test_models_whose_steps_the_host_shapes_get_no_graphs():
+    """A recurrent state is a tensor of its sequence."""
+    runner = triton_runner("qwen3_next")
     assert not cuda_graphs(runner._attention, torch.device("cuda"))
+
+
+def test_a_kernel_that_does_not_fit_is_given_up_and_the_model_is_served(monkeypatch, caplog):
+    def refuse(*_: object, **__: object) -> torch.Tensor:
+        raise RuntimeError("out of shared memory")
+
+    monkeypatch.setattr(triton, "attend_paged", refuse)
+    runner = triton_runner("qwen3")
+    runner.warm_up()
+    assert "out of shared memory" in caplog.text
+    assert not cuda_graphs(runner._attention, torch.device("cuda"))
+    runner.probe()
 
 
 def _attend_in_torch(

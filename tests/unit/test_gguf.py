@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from engine.errors import ModelError
-from engine.models.files import check, find
+from engine.models.files import check, digest_of, find
 from engine.models.gguf import convert, convert_again
 from engine.models.gguf_config import ARCHITECTURES
 from engine.models.load import load_model
@@ -164,8 +164,8 @@ def test_a_split_model_is_read_whole_or_refused(tmp_path):
     write_gguf(tmp_path / "m.gguf", "llama", fields, tensors)
     whole = find(str(tmp_path / "m.gguf"), tmp_path, lambda *_: None)
     for name in (*parts, tmp_path / "split"):
-        folder, digest = find(str(name), tmp_path, lambda *_: None)
-        assert (digest, folder != whole[0]) == (whole[1], True)
+        folder = find(str(name), tmp_path, lambda *_: None)
+        assert (digest_of(folder), folder != whole) == (digest_of(whole), True)
     for part, said in ((parts[0], "-00001-of-00002"), (parts[1], "-00002-of-00002")):
         kept = part.rename(tmp_path / "kept")
         for name in (parts[0], parts[1], tmp_path / "split"):
@@ -194,15 +194,16 @@ def test_the_digest_is_of_the_weights_as_served(tmp_path):
     path = tmp_path / "m.gguf"
     fields, tensors = tiny()
     write_gguf(path, "llama", fields, tensors)
-    folder, first = find(str(path), tmp_path / "a", lambda *_: None)
-    assert first == find(str(path), tmp_path / "b", lambda *_: None)[1]
+    folder, again = (find(str(path), tmp_path / name, lambda *_: None) for name in "ab")
+    first = digest_of(folder)
+    assert first == digest_of(again)
     weights = load_file(folder / "model.safetensors")
     weights["model.norm.weight"] = weights["model.norm.weight"] + 1
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    assert first != find(str(path), tmp_path / "a", lambda *_: None)[1]
+    assert first != digest_of(folder)
     stretched = {**fields, "llama.rope.scaling.factor": 2.0}
     write_gguf(path, "llama", stretched, tensors)
-    assert first != find(str(path), tmp_path / "a", lambda *_: None)[1]
+    assert first != digest_of(find(str(path), tmp_path / "a", lambda *_: None))
 
 
 def test_each_end_of_an_answer_and_each_template_is_kept(tmp_path):
@@ -243,7 +244,7 @@ def test_a_disk_without_room_for_the_converted_model_is_said(tmp_path):
 )
 def test_a_damaged_converted_model_names_the_folder_to_remove(tmp_path, file, left):
     write_tiny(tmp_path / "tiny.gguf")
-    folder, _ = find(str(tmp_path / "tiny.gguf"), tmp_path, lambda *_: None)
+    folder = find(str(tmp_path / "tiny.gguf"), tmp_path, lambda *_: None)
     with (folder / file).open("rb+") as written:
         written.truncate(left)
     with pytest.raises(ModelError, match=f"; remove the folder {folder}, and the next start"):

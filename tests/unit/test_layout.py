@@ -7,8 +7,6 @@ from engine.attention.kv_pool import KvPool
 from tiers.blocks.layout import (
     BlockLayout,
     LayerLayout,
-    block_size_of,
-    entry_size,
     part_views,
     sized_layout,
 )
@@ -16,11 +14,10 @@ from tiers.memory.device import DevicePool
 
 LATENT = LayerLayout(1, 576, 512, shared=True)
 MIXED = (LayerLayout(2, 16, 16), LayerLayout(1, 32, 8), LayerLayout(1, 40, 32, shared=True))
-ENTRIES = (  # in the window, and of every fourth and every second token
+STATES = (
     LayerLayout(1, 16, 16, shared=True, window=6),
-    LayerLayout(1, 16, 16, shared=True, rate=4),
-    LayerLayout(1, 8, 8, shared=True, window=8, rows=8),
-    LayerLayout(1, 16, 16, shared=True, rate=2),
+    LayerLayout(2, 16, 16),
+    LayerLayout(1, 8, 8, shared=True, window=3, rows=3),
 )
 
 
@@ -68,25 +65,7 @@ def test_small_kv_gets_longer_blocks_unless_their_size_is_set(layer, num_layers,
     assert 64 == sized_layout(layers, dtype, block_size=64).block_size
 
 
-def test_a_layer_with_a_rate_has_one_row_for_so_many_tokens():
-    layout = BlockLayout(ENTRIES, 8, "float32")
-    assert 4 * 16 * (8 // 4 + 8 // 2) == layout.lasting_nbytes
-    assert 4 * (16 * 8 + 8 * 8) == layout.nbytes - layout.lasting_nbytes
-    blocks = torch.zeros(3, *layout.shape)
-    assert [8, 2, 8, 4] == [part[0].shape[1] for part in part_views(blocks, ENTRIES)]
-    assert (4, 8) == (entry_size(ENTRIES), block_size_of(blocks[0].numel(), ENTRIES))
-    other = BlockLayout((*ENTRIES[:3], LayerLayout(1, 32, 32, shared=True, rate=4)), 8, "float32")
-    assert (layout.nbytes, True) == (other.nbytes, layout.digest() != other.digest())
-
-
-@pytest.mark.parametrize(("rate", "expected"), [(4, 64), (128, 128), (96, 96), (512, 512)])
-def test_blocks_end_where_entries_do(rate, expected):
-    entries = LayerLayout(1, 512, 512, shared=True, rate=rate)
-    window = LayerLayout(1, 512, 512, shared=True, window=128)
-    assert expected == sized_layout((window, entries) * 30, "bfloat16").block_size
-
-
-@pytest.mark.parametrize("layers", [MIXED, (LATENT,) * 2, (LayerLayout(2, 16, 16),) * 3, ENTRIES])
+@pytest.mark.parametrize("layers", [MIXED, (LATENT,) * 2, (LayerLayout(2, 16, 16),) * 3, STATES])
 def test_parts_tile_a_block_without_gap_or_overlap(layers):
     layout = BlockLayout(layers, 4, "float32")
     blocks = torch.zeros(3, *layout.shape)

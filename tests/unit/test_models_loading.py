@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Bloo
 from engine.batch import Batch, Span
 from engine.errors import ModelError
 from engine.execution.runner import ModelRunner
+from engine.models import load as load_module
 from engine.models import versions
 from engine.models.load import load_model
 from engine.models.probe import prepare
@@ -210,8 +211,8 @@ def test_each_spelling_of_a_rope_is_served_or_refused(config, said, folder, tmp_
     [
         ("t5", "encoder-decoder"),
         ("llama4_text", "layers of kind chunked_attention"),
-        ("glm5_next", "no causal language model of type glm5_next"),
-        ("mistral_large4", "no causal language model of type mistral_large4"),
+        ("glm5_next", "glm5_next has a sparse index"),
+        ("mistral_large4", "mistral_large4 has a sparse index"),
     ],
 )
 def test_states_that_blocks_cannot_keep_are_refused_in_a_sentence(
@@ -221,6 +222,17 @@ def test_states_that_blocks_cannot_keep_are_refused_in_a_sentence(
     with pytest.raises(ModelError, match=said) as refused:
         load(folder, tmp_path)
     assert len(str(refused.value)) < 200
+
+
+def test_a_model_that_only_other_engines_compute_is_refused_before_its_weights_are_read(
+    folder, tmp_path, monkeypatch
+):
+    """Their digest alone takes minutes for a checkpoint of that size."""
+    set_config(folder, model_type="deepseek_v32")
+    monkeypatch.setattr(load_module, "digest_of", lambda _: pytest.fail("weights are read"))
+    says = "serve it with vLLM: --engine vllm, or --engine URL"
+    with pytest.raises(ModelError, match=f"^deepseek_v32 has a sparse index .*{says}$"):
+        load(folder, tmp_path)
 
 
 @pytest.mark.parametrize(("installed", "says"), [("5.17.0", True), ("5.24.1", False)])

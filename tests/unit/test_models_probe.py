@@ -161,7 +161,7 @@ def test_rounding_is_measured_on_the_model_itself():
         torch.manual_seed(1)
         model = LlamaForCausalLM(config).eval().to(torch.bfloat16)
         expected = probe._forward(model, [(0, 0, 8)], position_ids=None)
-        found[layers] = probe._rounding(model, expected, 8)
+        found[layers] = probe._rounding(model, expected)
     assert 0.003 < found[2] < found[16] < 0.2
-    assert 0.0 == probe._rounding(model.float(), expected, 8)
+    assert 0.0 == probe._rounding(model.float(), expected)
     assert not model.get_input_embeddings()._forward_hooks

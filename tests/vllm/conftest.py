@@ -19,7 +19,7 @@ Started = Callable[..., AbstractContextManager[Engine]]
 def model(tmp_path_factory):
     if not PYTHON.exists():
         pytest.fail("there is no .venv-vllm; run make test-vllm")
-    return find(DEFAULT_MODEL, tmp_path_factory.mktemp("models"), lambda what, part: None)[0]
+    return find(DEFAULT_MODEL, tmp_path_factory.mktemp("models"), lambda what, part: None)
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from math import lcm, prod
+from math import prod
 from typing import NamedTuple, Self
 
 import torch
@@ -37,12 +37,6 @@ class LayerLayout:
 
     A layer with `rows` stores a state: only the last rows of a block, which summarise all rows
     before them. An example is short convolutions (LFM2).
-
-    A layer with `picks` stores keys of a sparse index. Nothing attends to them: by them, the layers
-    that do attend pick so many keys for each query (DeepSeek-V3.2).
-
-    A layer with a `rate` stores one entry for so many tokens, which a compressor makes of them
-    (DeepSeek-V4).
     """
 
     num_heads: int
@@ -51,8 +45,6 @@ class LayerLayout:
     shared: bool = False
     window: int | None = None  # tokens a position attends to, including itself; None: all
     rows: int | None = None  # stored per block: position p is row p % rows; None: one per token
-    picks: int | None = None  # the keys that its index picks for a query; None: it is no index
-    rate: int = 1  # tokens for each stored row
 
     @property
     def parts(self) -> tuple[int, ...]:
@@ -64,7 +56,7 @@ class LayerLayout:
         return self.num_heads * sum(self.parts)
 
     def rows_of(self, block_size: int) -> int:
-        return self.rows or block_size // self.rate
+        return self.rows or block_size
 
     def items(self, block_size: int) -> int:
         return self.row_items * self.rows_of(block_size)
@@ -116,7 +108,7 @@ class BlockLayout:
         first = self.layers[0]
         shapes = {(*layer.parts, layer.num_heads) for layer in self.layers}
         alike = len(shapes) == 1 and len({*first.parts}) == 1
-        if alike and not self.has_states and entry_size(self.layers) == 1:
+        if alike and not self.has_states:
             head = (first.num_heads, first.key_dim)
             return (len(self.layers), len(first.parts), self.block_size, *head)
         return (self._items,)
@@ -197,8 +189,6 @@ class BlockLayout:
             text = f"cachesvc.layout.v1:{self.shape}:{self.dtype}"
         if self.states:
             text += f":{[tuple(state) for state in self.states]}"
-        if entry_size(self.layers) > 1:
-            text += f":{[layer.rate for layer in self.layers]}"
         return xxhash.xxh3_128_digest(text.encode())
 
     @property
@@ -213,19 +203,11 @@ def sized_layout(
     *,
     block_size: int | None = None,
 ) -> BlockLayout:
-    """The layout of a model's blocks of `block_size` tokens, which must be a multiple of
-    `entry_size`. None takes the first of `BLOCK_SIZES` with which a block has `SMALL_NBYTES`, or
-    the last."""
-    whole = entry_size(layers)
-    sizes = [-(-size // whole) * whole for size in BLOCK_SIZES]
-    sizes = sizes if block_size is None else [block_size]
+    """The layout of a model's blocks of `block_size` tokens. None takes the first of `BLOCK_SIZES`
+    with which a block has `SMALL_NBYTES`, or the last."""
+    sizes = BLOCK_SIZES if block_size is None else (block_size,)
     layouts = [BlockLayout(layers, size, dtype, states) for size in sizes]
     return next((each for each in layouts if each.nbytes >= SMALL_NBYTES), layouts[-1])
-
-
-def entry_size(layers: Sequence[LayerLayout]) -> int:
-    """The number of tokens of which every layer has whole rows. Blocks have a multiple of it."""
-    return lcm(*(layer.rate for layer in layers))
 
 
 def stored_order(layers: Sequence[LayerLayout]) -> list[int]:
@@ -240,14 +222,13 @@ def stored_order(layers: Sequence[LayerLayout]) -> list[int]:
 def block_size_of(num_items: int, layers: Sequence[LayerLayout]) -> int:
     """The number of tokens in a block of `num_items` numbers."""
     states = sum(layer.items(0) for layer in layers if layer.rows)
-    whole = entry_size(layers)
-    each = sum(layer.items(whole) for layer in layers if not layer.rows)
-    return (num_items - states) // each * whole if each else 0
+    each = sum(layer.row_items for layer in layers if not layer.rows)
+    return (num_items - states) // each if each else 0
 
 
 def part_views(blocks: torch.Tensor, layers: Sequence[LayerLayout]) -> list[list[torch.Tensor]]:
     """Each layer's parts as `[num_blocks, block_size, num_heads, dim]`, over the same memory; a
-    state, or a layer with a rate, has its rows in place of `block_size`.
+    state has its rows in place of `block_size`.
 
     blocks: [num_blocks, *shape of their layout].
     """
