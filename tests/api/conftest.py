@@ -16,6 +16,8 @@ from api.admin.parts import AdminParts
 from api.app import create_app
 from billing.keys import Principal, Scope
 from tests.api.bank import Bank
+from tests.support.stand_in import served
+from tests.support.upstream import UpstreamServer
 from tests.support.wire import FakeHouse, fake_house
 
 
@@ -88,6 +90,13 @@ async def begun(house: FakeHouse, *, requests: int = 0, tokens: int = 0) -> None
 @pytest.fixture
 def house():
     return fake_house()
+
+
+@pytest.fixture
+def up():
+    """An endpoint that answers each protocol."""
+    with served(UpstreamServer()) as server:
+        yield server
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ The engine is a stand-in that speaks real HTTP, as vLLM 0.32 and SGLang's docume
 """
 
 import socket
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,22 +25,20 @@ from tests.patience import PATIENCE_S
 from tests.support.models import save_tiny_model
 from tests.support.remote_engine import (
     DONE,
-    RESET,
     RemoteEngineServer,
     event,
-    served,
     sglang_about,
     sglang_chunk,
     vllm_about,
     vllm_chunk,
     vllm_usage,
 )
+from tests.support.stand_in import RESET, Script, served
 from tiers.remote import breaker as breaker_module
 
 pytestmark = pytest.mark.anyio
 PROMPT = "x" * 40  # a token each
 HELLO = (72, 105)  # H i
-Script = Sequence[bytes | float | str]
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +63,7 @@ def model(folder, monkeypatch):
 
 @pytest.fixture
 def engine(probe):
-    with served(RemoteEngineServer(vllm_about(probe, "tiny"), "/v1/completions")) as server:
+    with served(RemoteEngineServer(vllm_about(probe, "tiny"))) as server:
         yield server
 
 
@@ -164,7 +161,7 @@ async def test_before_the_first_token_the_client_gets_an_error_and_pays_nothing(
 
 @pytest.fixture
 def other(probe):
-    with served(RemoteEngineServer(vllm_about(probe, "tiny"), "/v1/completions")) as server:
+    with served(RemoteEngineServer(vllm_about(probe, "tiny"))) as server:
         server.script = ANSWER
         yield server
 
@@ -216,7 +213,7 @@ async def test_a_server_is_ready_while_one_of_its_engines_answers(
 ):
     """Nobody has to send a request for that."""
     monkeypatch.setattr(engine_module, "LOOK_S", 0.02)
-    monkeypatch.setattr(breaker_module, "FIRST_PAUSE_S", 0.05)
+    monkeypatch.setattr(breaker_module, "FIRST_PAUSE_S", 0.5)
     urls = [engine.url, other.url]
     async with serving(tmp_path, model, engine_backend=urls) as (service, client):
 
@@ -252,7 +249,7 @@ async def test_another_engine_must_be_of_the_same_model_too(engine, other, model
 
 async def test_an_engine_that_went_away_fails_its_requests_until_it_is_back(probe, model, tmp_path):
     about = vllm_about(probe, "tiny")
-    with served(RemoteEngineServer(about, "/v1/completions")) as engine:
+    with served(RemoteEngineServer(about)) as engine:
         url = engine.url
         found = serving(tmp_path, model, engine_backend=url)
         service, client = await found.__aenter__()

@@ -1,23 +1,14 @@
 """A server before an endpoint of its clients' own protocol: what passes, and what it costs."""
 
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
-from api.relay.body import TEMPLATE_TOKENS
-from billing.gate.commands import Deposit
-from billing.gate.entries import Entry, Kind
 from billing.money import UNITS
 from billing.prices.cards import parse_card
-from billing.store import reports
-from cachesvc.service import Service
-from tests.api.real_service import served as serving
-from tests.support.remote_engine import served
+from tests.api.relaying import ALL, bound, charges, paying, relaying, usages
+from tests.support.stand_in import served
 from tests.support.upstream import (
     CACHED,
     CHAT,
@@ -37,39 +28,7 @@ from tests.support.upstream import (
 )
 
 pytestmark = pytest.mark.anyio
-ALL = {"hit_device": CACHED, "miss": PROMPT - CACHED, "output": OUTPUT}
 CONTEXT = 4000
-
-
-@pytest.fixture
-def up():
-    with served(UpstreamServer()) as server:
-        assert isinstance(server, UpstreamServer)
-        server.script = {path: stream_of(path) for path in PATHS}
-        server.whole = {path: compact(WHOLE[path]) for path in PATHS}
-        yield server
-
-
-@asynccontextmanager
-async def relaying(
-    folder: Path, up: UpstreamServer, **more: Any
-) -> AsyncIterator[tuple[Service, httpx.AsyncClient]]:
-    async with serving(folder, Path("up"), engine_backend=f"openai+{up.url}", **more) as pair:
-        yield pair
-
-
-def charges(service: Service) -> list[Entry]:
-    with service._money.books.store.reading() as connection:
-        entries = reports.stream_entries(connection, "default")
-        return [entry for entry in entries if entry.kind is Kind.CHARGE]
-
-
-def usages(service: Service) -> list[dict[str, int]]:
-    """Of what was charged, after a check that nothing is held any more."""
-    assert 0 == service._money.accounts.tenant("default").held
-    return [
-        {name: n for name, n in entry.details["usage"].items() if n} for entry in charges(service)
-    ]
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -126,18 +85,11 @@ async def test_a_body_passes_unchanged_but_for_what_is_the_tenants(up, tmp_path)
 
 async def test_an_engine_with_salts_keeps_tenants_apart(tmp_path):
     with served(UpstreamServer(owned_by="vllm")) as up:
-        assert isinstance(up, UpstreamServer)
-        up.whole = {CHAT: compact(WHOLE[CHAT])}
         async with relaying(tmp_path, up) as (service, client):
-            money = service._money
             salts = []
             for name in ("acme", "bolt"):
-                money.accounts.create_tenant(name, "CNY", by="test")
-                paid = Deposit(name, Kind.TOPUP, amount=UNITS, reference="first", by="test")
-                money.books.ledger.post(paid).result()
-                key, _ = money.accounts.create_key(name, by="test")
+                headers = paying(service, UNITS, name)
                 for more in ({}, {"cache_salt": "x"}):
-                    headers = {"authorization": f"Bearer {key}"}
                     answer = await client.post(CHAT, json=body(CHAT, **more), headers=headers)
                     assert 200 == answer.status_code, answer.text
                     salts.append(up.asked[-1][2]["cache_salt"])
@@ -211,8 +163,7 @@ async def test_an_answer_without_usage_costs_what_the_body_could_be_at_most(
     async with relaying(tmp_path, up) as (service, client):
         answer = await client.post(path, json=asked)
         assert 200 == answer.status_code, answer.text
-        size = len(json.dumps(asked, separators=(",", ":")))
-        assert [{"miss": size + TEMPLATE_TOKENS, "output": len("Hi!")}] == usages(service)
+        assert [{"miss": bound(**asked), "output": len("Hi!")}] == usages(service)
 
 
 def _bare(line: str) -> str:

@@ -8,10 +8,8 @@ import asyncio
 import contextlib
 import random
 import socket
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -19,91 +17,35 @@ import orjson
 import pytest
 
 from api.relay import passage
-from api.relay.body import TEMPLATE_TOKENS
-from billing.gate.commands import Deposit
-from billing.gate.entries import Entry, Kind
-from billing.proof import audit
-from billing.store import reports
 from cachesvc.service import Service
 from engine.engine import EngineUse
 from tests.api.driver import Visit
-from tests.api.real_service import served as serving
-from tests.support.remote_engine import DONE, RESET, event, served
+from tests.api.relaying import ALL, bound, charges, paying, quiet, relaying, usage_of
+from tests.support.remote_engine import DONE, event
+from tests.support.stand_in import RESET, WAIT, Script, served
 from tests.support.upstream import (
     CACHED,
     CHAT,
     MESSAGES,
-    OUTPUT,
     PATHS,
     PROMPT,
     RESPONSES,
     STREAMS,
-    WAIT,
-    WHOLE,
-    Script,
     UpstreamServer,
     body,
-    compact,
     joined,
     stream_of,
 )
 from tiers.remote.breaker import StoreBreaker
 
 pytestmark = pytest.mark.anyio
-ALL = {"hit_device": CACHED, "miss": PROMPT - CACHED, "output": OUTPUT}
-CONTEXT = 4000
 MISS = 1_000_000  # units, of the launch card
-
-
-@pytest.fixture
-def up():
-    with served(UpstreamServer(max_model_len=CONTEXT)) as server:
-        assert isinstance(server, UpstreamServer)
-        server.script = {path: stream_of(path) for path in PATHS}
-        server.whole = {path: compact(WHOLE[path]) for path in PATHS}
-        yield server
 
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch):
     """A site that fails is asked again at once, except where that is the subject."""
     monkeypatch.setattr(StoreBreaker, "failed", lambda self: None)
-
-
-@asynccontextmanager
-async def relaying(
-    folder: Path, *ups: UpstreamServer, **more: Any
-) -> AsyncIterator[tuple[Service, httpx.AsyncClient]]:
-    urls = [f"openai+{up.url}" for up in ups]
-    async with serving(folder, Path("up"), engine_backend=urls, **more) as (service, client):
-        yield service, client
-        await _quiet(service)
-        books = service._money.books
-        assert [] == audit.verify(books.store).problems
-        for tenant in service._money.accounts.tenants():
-            assert 0 == tenant.held
-        assert service.core.engine.failure is None
-
-
-async def _quiet(service: Service) -> None:
-    async with asyncio.timeout(30):
-        while service.core.engine.stats().num_running:
-            await asyncio.sleep(0.005)
-
-
-def charges(service: Service, tenant: str = "default") -> list[Entry]:
-    with service._money.books.store.reading() as connection:
-        entries = reports.stream_entries(connection, tenant)
-        return [entry for entry in entries if entry.kind is Kind.CHARGE]
-
-
-def usage_of(entry: Entry) -> dict[str, int]:
-    return {name: n for name, n in entry.details.get("usage", {}).items() if n}
-
-
-def bound(**asked: Any) -> int:
-    """The prompt's tokens at most."""
-    return len(orjson.dumps(asked)) + TEMPLATE_TOKENS
 
 
 def code_at_the_end(path: str, content: bytes) -> str | None:
@@ -235,9 +177,7 @@ async def test_a_prompt_that_is_too_long_is_told_as_clients_know_it(up, tmp_path
 
 
 async def test_another_site_is_tried_once_before_the_first_byte(up, tmp_path):
-    with served(UpstreamServer(max_model_len=CONTEXT)) as other:
-        assert isinstance(other, UpstreamServer)
-        other.script, other.whole = up.script, up.whole
+    with served(UpstreamServer()) as other:
         async with relaying(tmp_path, up, other) as (service, client):
             for stream in (False, True):
                 for status in (429, 500, 503):
@@ -352,7 +292,7 @@ async def test_a_client_that_leaves_ends_the_work_and_pays_the_prompt_once_it_is
             await visit.leave_when(partial(_has_said, up, number, visit, said.decode()))
             up.go.set()
             assert await asyncio.to_thread(up.left.wait, 30), f"{moment}: it was closed"
-            await _quiet(service)
+            await quiet(service)
             entry = charges(service)[number]
             assert "client_gone" == entry.details["outcome"], moment
             sent = {"output": 2} if stream and moment == "in the middle" else {}
@@ -432,15 +372,6 @@ async def test_the_server_stops_while_a_stream_passes(up, tmp_path):
         assert "generation_failed" in visit.text and visit.text.endswith(DONE.decode())
         (entry,) = charges(service)
         assert "failed" == entry.details["outcome"]
-
-
-def paying(service: Service, units: int) -> dict[str, str]:
-    """A prepaid tenant with this much; the headers of its key."""
-    accounts = service._money.accounts
-    accounts.create_tenant("acme", "CNY", by="test")
-    paid = Deposit("acme", Kind.TOPUP, amount=units, reference="first", by="test")
-    service._money.books.ledger.post(paid).result()
-    return {"authorization": f"Bearer {accounts.create_key('acme', by='test')[0]}"}
 
 
 async def test_a_stream_ends_when_its_balance_is_used_up(up, tmp_path):

@@ -16,12 +16,12 @@ from tests.support.models import save_tiny_model
 from tests.support.remote_engine import (
     DONE,
     RemoteEngineServer,
-    served,
     vllm_about,
     vllm_chunk,
     vllm_usage,
 )
-from tests.support.upstream import CHAT, WAIT, WHOLE, UpstreamServer, body, compact, stream_of
+from tests.support.stand_in import WAIT, served
+from tests.support.upstream import CHAT, body, stream_of
 
 pytestmark = pytest.mark.anyio
 COMPLETIONS = "/v1/completions"
@@ -46,13 +46,9 @@ def engine(folder, tmp_path):
 
 
 @pytest.fixture
-def up():
-    with served(UpstreamServer()) as server:
-        assert isinstance(server, UpstreamServer)
-        server.cards = [{"id": f"inner-{n}", "max_model_len": 4000} for n in ("one", "two")]
-        server.script = {CHAT: stream_of(CHAT)}
-        server.whole = {CHAT: compact(WHOLE[CHAT])}
-        yield server
+def up(up):
+    up.cards = [{"id": f"inner-{n}", "max_model_len": 4000} for n in ("one", "two")]
+    return up
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """Traces of requests as a collector receives them: over OTLP/HTTP, decoded from protobuf."""
 
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import httpx
@@ -18,42 +16,37 @@ from cachesvc.config.sections import TracingSection
 from cachesvc.observability.tracing import open_tracer
 from engine.errors import QueueFull
 from tests.api.conftest import running
+from tests.support.stand_in import Handler, StandIn, served
 from tests.support.wire import Script, fake_house
 from tiers.errors import MissReason
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
 
-class Collector:
-    """A receiver of OTLP/HTTP on a free port."""
+class Collector(StandIn):
+    """A receiver of OTLP/HTTP."""
 
     def __init__(self) -> None:
+        super().__init__(_Receiver)
         self.spans: dict[str, Span] = {}
         self.resources: list[dict[str, Any]] = []
-        collector = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                assert "/v1/traces" == self.path
-                assert "application/x-protobuf" == self.headers["Content-Type"]
-                body = self.rfile.read(int(self.headers["Content-Length"]))
-                collector.take(ExportTraceServiceRequest.FromString(body))
-                answer = ExportTraceServiceResponse().SerializeToString()
-                self.send_response(200)
-                self.send_header("Content-Length", str(len(answer)))
-                self.end_headers()
-                self.wfile.write(answer)
-
-            def log_message(self, *_: Any) -> None: ...
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
 
     def take(self, request: ExportTraceServiceRequest) -> None:
         for resource in request.resource_spans:
             self.resources.append(told(resource.resource.attributes))
             for scope in resource.scope_spans:
                 self.spans |= {span.name: span for span in scope.spans}
+
+
+class _Receiver(Handler):
+    server: Collector
+
+    def do_POST(self) -> None:
+        assert "/v1/traces" == self.path
+        assert "application/x-protobuf" == self.headers["Content-Type"]
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.take(ExportTraceServiceRequest.FromString(body))
+        self.say(200, ExportTraceServiceResponse().SerializeToString())
 
 
 def told(attributes: Any) -> dict[str, Any]:
@@ -69,13 +62,8 @@ def told(attributes: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def collector():
-    collector = Collector()
-    thread = threading.Thread(target=collector.server.serve_forever)
-    thread.start()
-    yield collector
-    collector.server.shutdown()
-    thread.join()
-    collector.server.server_close()
+    with served(Collector()) as collector:
+        yield collector
 
 
 @pytest.fixture

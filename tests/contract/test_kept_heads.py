@@ -1,11 +1,9 @@
 """Heads of the ledger are kept in a file, at a receiver or in a bucket, and prove from each."""
 
-import json
 import sqlite3
-import threading
 from collections.abc import Iterator
 from contextlib import closing
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -21,32 +19,22 @@ from cachesvc.cli import app
 from cachesvc.server.kept_heads import keep_heads, read_kept
 from tests.contract.test_remote_objects import s3_server
 from tests.support.billing import running_ledger
+from tests.support.stand_in import Handler, StandIn, served
 
 
 def receiver() -> Iterator[str]:
-    kept: list[bytes] = []
+    kept: list[Any] = []
 
-    class Handler(BaseHTTPRequestHandler):
+    class Keeping(Handler):
         def do_POST(self) -> None:
-            kept.append(self.rfile.read(int(self.headers["content-length"])))
-            self.send_response(204)
-            self.end_headers()
+            kept.append(self.read_json())
+            self.say(204, b"")
 
         def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(json.dumps([json.loads(line) for line in kept]).encode())
+            self.say_json(kept)
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}/heads"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with served(StandIn(Keeping)) as server:
+        yield f"{server.url}/heads"
 
 
 @pytest.fixture(params=["file", "receiver", "bucket"])

@@ -9,10 +9,8 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
-import orjson
 import pytest
 
 from billing import push
@@ -24,48 +22,39 @@ from billing.reports.heads import send_heads
 from billing.usage import Usage
 from tests.contract.conftest import entries
 from tests.support.billing import TestLedger
+from tests.support.stand_in import Handler, StandIn, served
 
 USAGE = Usage(hit_device=100, hit_disk=900, miss=100, output=7)
 
 
-class Meter:
+class Meter(StandIn):
     """Takes batches of events; fails or loses its answer as its dice say. Knows events by id."""
 
     def __init__(self, seed: int) -> None:
+        super().__init__(_Receiver)
         self.dice, self.is_wild = random.Random(seed), True
         self.events: dict[str, dict[str, Any]] = {}
         self.num_asked, self.refusal = 0, (0, b"")
         self.heads: list[tuple[str | None, str | None]] = []
-        meter = self
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = orjson.loads(self.rfile.read(int(self.headers["content-length"])))
-                meter.num_asked += 1
-                meter.heads.append((self.headers["authorization"], self.headers["content-type"]))
-                status, said = meter.refusal
-                fate = meter.dice.choice(["take", "refuse", "lose"]) if meter.is_wild else "take"
-                if fate == "refuse":
-                    status = meter.dice.choice(push.PASSING)
-                if not status:
-                    meter.events |= {event["id"]: event for event in body}
-                if fate != "lose":
-                    self.send_response(status or 204)
-                    self.end_headers()
-                    self.wfile.write(said)
 
-            def log_message(self, *_: object) -> None:
-                pass
+class _Receiver(Handler):
+    server: Meter
 
-        self.server = HTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}/api/v1/events"
-        self.thread = threading.Thread(target=self.server.serve_forever, args=(0.01,))
-        self.thread.start()
-
-    def close(self) -> None:
-        self.server.shutdown()
-        self.thread.join()
-        self.server.server_close()
+    def do_POST(self) -> None:
+        body, meter = self.read_json(), self.server
+        meter.num_asked += 1
+        meter.heads.append((self.headers["authorization"], self.headers["content-type"]))
+        status, said = meter.refusal
+        fate = meter.dice.choice(["take", "refuse", "lose"]) if meter.is_wild else "take"
+        if fate == "refuse":
+            status = meter.dice.choice(push.PASSING)
+        if not status:
+            meter.events |= {event["id"]: event for event in body}
+        if fate == "lose":
+            self.close_connection = True
+        else:
+            self.say(status or 204, said)
 
 
 @pytest.fixture
@@ -74,13 +63,19 @@ def meter(monkeypatch):
     monkeypatch.setattr(push, "BATCH", 3)
     seed = random.randrange(10**6)
     print(f"seed {seed}")
-    meter = Meter(seed)
-    yield meter
-    meter.close()
+    with served(Meter(seed)) as meter:
+        yield meter
 
 
 def sent(house: TestLedger, meter: Meter, token: str = "") -> int:
-    return push.push(house.ledger.store, house.ledger.book, "push", meter.url, token, "ledger-1")
+    return push.push(
+        house.ledger.store,
+        house.ledger.book,
+        "push",
+        f"{meter.url}/api/v1/events",
+        token,
+        "ledger-1",
+    )
 
 
 def test_all_arrive_whatever_the_service_does_and_add_up_to_the_ledger(house, meter):

@@ -4,25 +4,18 @@ What it answers to a request for tokens is a script: a list of things to do with
 """
 
 import json
-import threading
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from tests.support.stand_in import Handler, Script, StandIn
+
 DONE = b"data: [DONE]\n\n"
-RESET = "reset"  # the connection is closed with what was sent so far
 
 
-class RemoteEngineServer(ThreadingHTTPServer):
-    """`script` answers each request: bytes are sent, numbers are seconds to wait, `RESET` closes.
-    `about` has the answers to whatever else is asked, by path."""
+class RemoteEngineServer(StandIn):
+    """`script` answers each request. `about` has the answers to whatever else is asked, by path."""
 
-    daemon_threads = True
-
-    def __init__(self, about: dict[str, Any], tokens_at: str) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+    def __init__(self, about: dict[str, Any], tokens_at: str = "/v1/completions") -> None:
+        super().__init__(_Handler)
         self.about = about
         self.tokens_at = tokens_at
         self.status = 200
@@ -30,20 +23,11 @@ class RemoteEngineServer(ThreadingHTTPServer):
         self.error = "secret words"
         self.key = ""  # asked for, if there is one
         self.asked_headers: list[dict[str, str]] = []
-        self.script: Sequence[bytes | float | str] = ()
+        self.script: Script = ()
         self.asked: list[dict[str, Any]] = []
-        self.left = threading.Event()  # somebody closed the connection before the end
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that leaves is no news."""
 
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+class _Handler(Handler):
     server: RemoteEngineServer
 
     def _is_known(self) -> bool:
@@ -54,74 +38,32 @@ class _Handler(BaseHTTPRequestHandler):
         given = self.headers.get("authorization", "").removeprefix("Bearer ")
         if self.server.key in ("", given) or not self.path.startswith("/v1"):
             return True
-        self._say((401, {}))
+        self.say_json({}, 401)
         return False
 
     def do_GET(self) -> None:
-        if not self._is_known():
-            return
-        self._say(self.server.about.get(self.path))
+        if self._is_known():
+            self._tell(self.server.about.get(self.path))
 
     def do_POST(self) -> None:
-        asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        asked, server = self.read_json(), self.server
         if not self._is_known():
             return
-        if self.path != self.server.tokens_at or not asked.get("stream"):
-            found = self.server.about.get(self.path)
-            self._say(found(asked) if callable(found) else found)
+        if self.path != server.tokens_at or not asked.get("stream"):
+            found = server.about.get(self.path)
+            self._tell(found(asked) if callable(found) else found)
             return
-        self.server.asked.append(asked)
-        if self.server.status != 200:
-            self._say({"error": self.server.error}, self.server.status, self.server.sent_headers)
-            return
-        sent = False
-        for step in self.server.script:
-            if step == RESET:
-                self.close_connection = True
-                self.connection.close()
-                return
-            if isinstance(step, float):
-                time.sleep(step)
-                continue
-            assert isinstance(step, bytes)
-            if not sent:
-                self.send_response(200)
-                self.send_header("content-type", "text/event-stream")
-                self.send_header("transfer-encoding", "chunked")
-                self.end_headers()
-                sent = True
-            try:
-                self.wfile.write(b"%x\r\n%s\r\n" % (len(step), step))
-                self.wfile.flush()
-            except OSError:
-                self.server.left.set()
-                return
-        self.wfile.write(b"0\r\n\r\n")
+        server.asked.append(asked)
+        if server.status == 200:
+            self.play(server.script)
+        else:
+            self.say_json({"error": server.error}, server.status, server.sent_headers)
 
-    def _say(self, found: Any, status: int = 200, more: Mapping[str, str] = {}) -> None:
+    def _tell(self, found: Any) -> None:
+        status = 404 if found is None else 200
         if isinstance(found, tuple):
             status, found = found
-        data = found.encode() if isinstance(found, str) else json.dumps(found).encode()
-        self.send_response(404 if found is None else status)
-        for name, value in {"content-length": str(len(data)), **more}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the base's name
-        """Says nothing."""
-
-
-@contextmanager
-def served(server: RemoteEngineServer) -> Iterator[RemoteEngineServer]:
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+        self.say(status, found.encode() if isinstance(found, str) else json.dumps(found).encode())
 
 
 def event(payload: Any) -> bytes:

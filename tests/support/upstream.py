@@ -4,113 +4,51 @@ It answers with what a test wrote: bytes as they are, cut wherever the test want
 """
 
 import json
-import socket
-import threading
-import time
-from collections.abc import Iterable, Mapping, Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from tests.support.remote_engine import DONE, RESET, event
+from tests.support.remote_engine import DONE, event
+from tests.support.stand_in import Handler, Script, StandIn
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
-WAIT = "wait"  # until the test says `go`
 PROMPT, CACHED, OUTPUT = 100, 64, 3  # what the answers below count
 
-Script = Sequence[bytes | str | float]  # a number is seconds to wait
 
-
-class UpstreamServer(ThreadingHTTPServer):
+class UpstreamServer(StandIn):
     """`script` is a stream's answer by path, `whole` one that comes at once, or bit by bit.
-    `status` refuses. A `WAIT` at the beginning comes before the headers."""
-
-    daemon_threads = True
+    `status` refuses."""
 
     def __init__(self, name: str = "up", **card: Any) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+        super().__init__(_Handler)
         self.cards: list[dict[str, Any]] = [{"id": name, "max_model_len": 4000, **card}]
         self.status, self.headers, self.refusal = 200, dict[str, str](), b"{}"
-        self.script: dict[str, Script] = {}
-        self.whole: dict[str, bytes | Script] = {}
+        self.script: dict[str, Script] = {path: stream_of(path) for path in PATHS}
+        self.whole: dict[str, bytes | Script] = {path: compact(WHOLE[path]) for path in PATHS}
         self.asked: list[tuple[str, Mapping[str, str], dict[str, Any]]] = []
-        self.go, self.left = threading.Event(), threading.Event()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that leaves is no news."""
 
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+class _Handler(Handler):
     server: UpstreamServer
 
     def do_GET(self) -> None:
         found = {"object": "list", "data": self.server.cards}
-        self._say(200 if self.path == "/v1/models" else 404, json.dumps(found).encode())
+        self.say_json(found, 200 if self.path == "/v1/models" else 404)
 
     def do_POST(self) -> None:
-        server = self.server
-        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        headers = {name.lower(): value for name, value in self.headers.items()}
-        server.asked.append((self.path, headers, body))
+        server, body = self.server, self.read_json()
+        sent = {name.lower(): value for name, value in self.headers.items()}
+        server.asked.append((self.path, sent, body))
+        headers = {"x-inside": "rack 7", "set-cookie": "a=b", **server.headers}
+        of_json = {"content-type": "application/json"} | headers
         if server.status != 200:
-            self._say(server.status, server.refusal)
+            self.say(server.status, server.refusal, of_json)
         elif body.get("stream"):
-            self._stream(server.script[self.path], "text/event-stream")
+            self.play(server.script[self.path], headers)
         elif isinstance(whole := server.whole[self.path], bytes):
-            self._say(200, whole)
+            self.say(200, whole, of_json)
         else:
-            self._stream(whole, "application/json")
-
-    def _stream(self, script: Script, kind: str) -> None:
-        if script and script[0] == WAIT:
-            assert self.server.go.wait(30)
-        if not script or script[0] != RESET:
-            self.send_response(200)
-            self.send_header("content-type", kind)
-            self.send_header("transfer-encoding", "chunked")
-            self._send_headers()
-        try:
-            for step in script:
-                if step == RESET:
-                    self.close_connection = True
-                    self.connection.shutdown(socket.SHUT_RDWR)
-                    return
-                if step == WAIT:
-                    assert self.server.go.wait(30)
-                    continue
-                if isinstance(step, float):
-                    time.sleep(step)
-                    continue
-                assert isinstance(step, bytes)
-                self.wfile.write(b"%x\r\n%s\r\n" % (len(step), step))
-                self.wfile.flush()
-            self.wfile.write(b"0\r\n\r\n")
-        except OSError:
-            self.server.left.set()
-
-    def _say(self, status: int, data: bytes) -> None:
-        self.send_response(status)
-        self.send_header("content-type", "application/json")
-        self.send_header("content-length", str(len(data)))
-        self._send_headers()
-        self.wfile.write(data)
-
-    def _send_headers(self) -> None:
-        for name, value in {
-            "x-inside": "rack 7",
-            "set-cookie": "a=b",
-            **self.server.headers,
-        }.items():
-            self.send_header(name, value)
-        self.end_headers()
-
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the base's name
-        """Says nothing."""
+            self.play(whole, of_json)
 
 
 def named(document: Mapping[str, Any]) -> bytes:

@@ -13,7 +13,7 @@ import yaml
 
 from api.collaborators import Readiness
 from cachesvc.observability.alerts import Alerts
-from tests.support.receiver import answering
+from tests.support.stand_in import answering
 
 RULES = Path(__file__).parents[2] / "ops" / "prometheus" / "rules.yml"
 SHORT, LONG, DAY = 2, 9, 27  # hours of a case

@@ -1,13 +1,12 @@
 """`cachesvc conform`: an honest server passes, and each kind of dishonesty is found and named."""
 
-import contextlib
 import json
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,9 @@ from cachesvc.conform.offline import stop
 from cachesvc.conform.question import Question, ServedAnswer, compare, read_answer, rounds
 from cachesvc.conform.report import faults, summary
 from cachesvc.conform.suite import KINDS
+from tests.support.stand_in import Handler, StandIn, served
 
 Answers = Callable[[list[int], dict[str, Any], int], list[int]]
-Serve = Callable[..., "Server"]
 
 
 def tokens_of(prompt: list[int], body: dict[str, Any]) -> list[int]:
@@ -30,45 +29,18 @@ def tokens_of(prompt: list[int], body: dict[str, Any]) -> list[int]:
     return [(start + 31 * number) % 97 for number in range(body["max_tokens"])]
 
 
-class Server:
+class Server(StandIn):
     """A server with the wire of `owner`. `answers` gets the prompt, the body and how many leading
     tokens earlier prompts had; cold requests have none."""
 
     def __init__(self, owner: str, answers: Answers, *, logprob: float = -1.0) -> None:
+        super().__init__(_Completions)
         self.owner, self.answers, self.logprob = owner, answers, logprob
         self.seen: list[list[int]] = []
         self.lock = threading.Lock()
         self.asked = 0
         self.status: Callable[[int], int] = lambda number: 200
         self.cached_in_usage: Callable[[int, bool], int | None] = lambda known, cold: known
-        outer = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                self._send({"data": [{"id": "m", "owned_by": outer.owner}]})
-
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-                with outer.lock:
-                    outer.asked += 1
-                    status = outer.status(outer.asked)
-                self._send(outer.completion(body) if status == 200 else {}, status)
-
-            def _send(self, body: Any, status: int = 200) -> None:
-                data = json.dumps(body).encode()
-                with contextlib.suppress(ConnectionError):  # whoever asked may have hung up
-                    self.send_response(status)
-                    self.send_header("content-length", str(len(data)))
-                    self.end_headers()
-                    self.wfile.write(data)
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._http.server_port}"
-        self._thread = threading.Thread(target=self._http.serve_forever, args=(0.01,))
-        self._thread.start()
 
     def completion(self, body: dict[str, Any]) -> dict[str, Any]:
         prompt = body["prompt"]
@@ -89,10 +61,19 @@ class Server:
             "usage": {"prompt_tokens_details": details},
         }
 
-    def close(self) -> None:
-        self._http.shutdown()
-        self._thread.join()
-        self._http.server_close()
+
+class _Completions(Handler):
+    server: Server
+
+    def do_GET(self) -> None:
+        self.say_json({"data": [{"id": "m", "owned_by": self.server.owner}]})
+
+    def do_POST(self) -> None:
+        body, server = self.read_json(), self.server
+        with server.lock:
+            server.asked += 1
+            status = server.status(server.asked)
+        self.say_json(server.completion(body) if status == 200 else {}, status)
 
 
 def _common(a: list[int], b: list[int]) -> int:
@@ -103,15 +84,8 @@ def _common(a: list[int], b: list[int]) -> int:
 
 @pytest.fixture
 def serve():
-    servers: list[Server] = []
-
-    def start(*given: Any, **options: Any) -> Server:
-        servers.append(Server(*given, **options))
-        return servers[-1]
-
-    yield start
-    for server in servers:
-        server.close()
+    with ExitStack() as servers:
+        yield lambda *given, **options: servers.enter_context(served(Server(*given, **options)))
 
 
 def honest(prompt: list[int], body: dict[str, Any], known: int) -> list[int]:

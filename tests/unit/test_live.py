@@ -4,8 +4,6 @@ import json
 import os
 import socket
 import stat
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -18,41 +16,28 @@ from cachesvc.server.server_file import (
     find_server,
     reachable,
 )
+from tests.support.stand_in import Handler, StandIn, served
 
 TOKEN = "op-test"
 
 
-class Handler(BaseHTTPRequestHandler):
+class Routes(Handler):
     """Answers as the admin routes do."""
 
     def do_GET(self) -> None:
         if self.headers["Authorization"] != f"Bearer {TOKEN}":
-            self._answer(401, {"error": {"message": "who are you?"}})
+            self.say_json({"error": {"message": "who are you?"}}, 401)
         else:
-            self._answer(200, {"actor": self.headers["X-Cachesvc-Actor"]})
+            self.say_json({"actor": self.headers["X-Cachesvc-Actor"]})
 
     def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        self._answer(200, {"got": json.loads(body)})
-
-    def _answer(self, status: int, body: object) -> None:
-        self.send_response(status)
-        self.end_headers()
-        self.wfile.write(json.dumps(body).encode())
-
-    def log_message(self, *_: object) -> None:
-        pass
+        self.say_json({"got": self.read_json()})
 
 
 @pytest.fixture
 def url():
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with served(StandIn(Routes)) as server:
+        yield server.url
 
 
 def test_a_command_finds_the_server_and_speaks_with_it(tmp_path, url):

@@ -6,8 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -20,6 +18,7 @@ from engine import driver
 from engine.driver import check_device
 from engine.errors import AdapterError, ModelError
 from engine.models.files import check
+from tests.support.stand_in import Handler, StandIn, served
 from tests.terminal import on_a_terminal
 
 SCRIPT = Path(sys.executable).with_name("cachesvc")
@@ -121,24 +120,15 @@ def test_a_build_of_torch_for_cpus_has_no_cuda(monkeypatch):
     check_device("auto")
 
 
-class Hub(BaseHTTPRequestHandler):
+class Hub(Handler):
     """A hub with one model, one that is gated, and no others."""
 
     def do_GET(self) -> None:
         name = self.path.removeprefix("/api/models/").partition("?")[0]
-        status, code = {"o/there": (200, ""), "o/gated": (403, "GatedRepo")}.get(
-            name, (401, "RepoNotFound")
-        )
-        body = json.dumps({"id": name, "modelId": name, "siblings": [], "tags": []}).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
-        if code:
-            self.send_header("X-Error-Code", code)
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        pass
+        known = {"o/there": (200, ""), "o/gated": (403, "GatedRepo")}
+        status, code = known.get(name, (401, "RepoNotFound"))
+        body = {"id": name, "modelId": name, "siblings": [], "tags": []}
+        self.say_json(body, status, {"X-Error-Code": code} if code else {})
 
 
 @pytest.fixture
@@ -146,16 +136,11 @@ def hub(tmp_path, monkeypatch):
     import huggingface_hub.constants as constants
     import huggingface_hub.hf_api as hf_api
 
-    with HTTPServer(("127.0.0.1", 0), Hub) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        url = f"http://127.0.0.1:{server.server_port}"
-        monkeypatch.setattr(hf_api.constants, "ENDPOINT", url)
+    with served(StandIn(Hub)) as server:
+        monkeypatch.setattr(hf_api.constants, "ENDPOINT", server.url)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         yield
-        server.shutdown()
-        thread.join()
 
 
 @pytest.mark.usefixtures("hub")
