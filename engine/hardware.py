@@ -1,9 +1,7 @@
-"""This machine's hardware for computing. Read at start-up and by `cachesvc doctor`, on any
-thread."""
+"""This machine's hardware for computing. Read at start-up, on any thread."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -19,25 +17,6 @@ STEP_BYTES = 2 << 30  # of a GPU, reserved for the memory that steps need
 CPU_STEP_TOKENS = 512  # of prompts in a step
 GPU_STEP_TOKENS = 2048  # so that the arithmetic of a step outlasts its launches (DESIGN)
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Hardware:
-    """`gpu` is the GPU's name, or None without one. `threads` is the number for CPU arithmetic, and
-    `instructions` are those that torch uses for it, by its own name."""
-
-    threads: int
-    instructions: str
-    gpu: str | None = None
-    gpu_bytes: int = 0
-
-
-def read_hardware() -> Hardware:
-    threads, instructions = torch.get_num_threads(), torch.backends.cpu.get_cpu_capability()
-    if not torch.cuda.is_available():
-        return Hardware(threads, instructions)
-    gpu = torch.cuda.get_device_properties(0)
-    return Hardware(threads, instructions, gpu.name, gpu.total_memory)
 
 
 def default_dtype(device: str) -> str:

@@ -29,7 +29,6 @@ COMMANDS = {
     "node": Command("cachesvc.cli.node:node", "Keep KV blocks for the engines of this machine"),
     "top": Command("cachesvc.cli.top:top", "Watch the running server on one screen"),
     "explain": Command("cachesvc.cli.explain:explain", "Show why a prompt missed or would miss"),
-    "doctor": Command("cachesvc.cli.doctor:doctor", "Check this machine and say what to fix"),
     "cache": Command("cachesvc.cli.cache.app:app", "Inspect and maintain the disk tier"),
     "config": Command("cachesvc.cli.config:app", "Show every setting, its value and its origin"),
     "bench": Command("cachesvc.cli.bench:app", "Measure time to first token from each tier"),
@@ -57,6 +56,8 @@ def load(name: str) -> Any:
 
 REMOVED = {
     "budgets": "`cachesvc tenants budget`",
+    "doctor": "`cachesvc serve` checks the machine first and names what to fix; where it runs, GET "
+    "/health/ready says why it does not serve",
     "invoice": "the billing system that `cachesvc usage export` feeds issues invoices; "
     "`cachesvc usage` has its statements",
     "diff": "`cachesvc explain`, with two requests",

@@ -43,11 +43,6 @@ def anonymous_bytes() -> int:
     return _told("/proc/self/status", "RssAnon:") or 0
 
 
-def available_bytes() -> int | None:
-    """What the system could give to processes; None where /proc does not tell."""
-    return _told("/proc/meminfo", "MemAvailable:")
-
-
 def total_bytes() -> int | None:
     """What the machine has; None where /proc does not tell."""
     return _told("/proc/meminfo", "MemTotal:")

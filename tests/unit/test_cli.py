@@ -70,7 +70,7 @@ def test_no_help_but_of_serve_imports_torch():
     )
     guilty, num_imported = json.loads(apart(code).stdout)
     assert [] == guilty
-    assert num_imported > 20
+    assert num_imported > 15
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -166,7 +166,7 @@ def test_a_file_that_cannot_be_used_is_named_without_a_traceback(tmp_path, monke
         (tmp_path / "new").replace(tmp_path / "scopes.json")
 
     monkeypatch.setattr("cachesvc.cli.lazy.LazyGroup.invoke", replace)
-    failed = call("doctor")
+    failed = call("top")
     assert 1 == failed.exit_code
     told = f"{tmp_path / 'scopes.json'} cannot be used: Is a directory; repair it, or move it away"
     assert told in failed.stderr

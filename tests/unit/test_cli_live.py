@@ -5,7 +5,6 @@ import logging
 import os
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,14 +14,12 @@ from typer.testing import CliRunner, Result
 from api.access.auth import Salts
 from api.cache.explorer import Explorer
 from api.cache.owners import Owners
-from api.collaborators import Readiness
 from billing.operations.books import OpenBooks
 from billing.proof.prover import Prover
 from billing.reports.receipts import ReceiptSigner
 from billing.store.opening import database_url
 from cachesvc.cli import app
 from cachesvc.cli.cache.tree import tree_lines
-from cachesvc.cli.doctor import check_server
 from cachesvc.config.places import disk_path
 from cachesvc.operator.block_reader import read_blocks
 from cachesvc.operator.scopes import note_scopes, roots_of
@@ -131,20 +128,6 @@ def server(data_dir, world, books):
     )
     with Running(data_dir, parts, house) as running:
         yield running
-
-
-def test_doctor_says_why_a_running_server_does_not_serve(data_dir, server, monkeypatch):
-    def said(ready: bool, reason: str, **detail: object) -> tuple[str, str]:
-        wire = SimpleNamespace(readiness=lambda: Readiness(ready, reason, detail))
-        monkeypatch.setattr("api.routes.health.wire_of", lambda _: wire)
-        (found,) = check_server(data_dir)
-        return found.level, found.message
-
-    assert ("ok", f"ready at {server.url}") == said(True, "")
-    full = "the ledger cannot be written: the disk of /data is full: free some"
-    assert ("error", f"it does not serve: {full}") == said(False, full)
-    shards = ["shard-000 takes no blocks: No space left on device"]
-    assert ("warning", f"degraded: {shards[0]}") == said(True, "", degraded=shards)
 
 
 def test_without_a_server_commands_about_one_say_what_to_do(data_dir):

@@ -4,8 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from cachesvc.cli import doctor
-from cachesvc.cli.doctor import Level
 from cachesvc.config.errors import ConfigError
 from cachesvc.config.sections import CacheSection, ModelSection, ServerSection
 from cachesvc.config.settings import Settings
@@ -120,15 +118,3 @@ def test_caches_that_the_system_refuses_name_the_option(tmp_path, monkeypatch):
     monkeypatch.setattr("tiers.blocks.frames.LazyMemory", refuse)
     with pytest.raises(ConfigError, match=r"memory of this machine: lower --host-cache \(1 GiB\)"):
         over(loaded, settings)(lambda outputs: None, EventStream(), None)
-
-
-def test_the_doctor_names_the_limit_and_the_largest_cache(machine):
-    machine.groups.write_text("0::/\n")
-    machine.put("memory.max", str(GIB))
-    cache = CacheSection(device_bytes=800 * MIB, host_bytes=64 * MIB)
-    [found] = doctor.check_memory(cache, on_gpu=False)
-    assert Level.WARNING is found.level
-    assert "full caches take 1.34 GiB, and the control group's limit is 1 GiB" == found.message
-    assert "lower --device-cache (800 MiB)" == found.fix
-    [found] = doctor.check_memory(cache, on_gpu=True)
-    assert Level.OK is found.level

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from cachesvc.cli.exits import exit_code
+from cachesvc.config import places
 from cachesvc.config.errors import ConfigError
 from cachesvc.config.sections import CacheSection
 from cachesvc.server.listen import check_memory, make_data_dir
@@ -34,6 +35,15 @@ def run(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def test_a_network_file_system_is_warned_of(tmp_path, monkeypatch, caplog):
+    mounts = tmp_path / "mounts"
+    mounts.write_text(f"/dev/sda / ext4 rw 0 0\nserver:/x {tmp_path} nfs4 rw 0 0\n")
+    monkeypatch.setattr(places, "MOUNTS", mounts)
+    assert "ext4" == places.file_system(Path("/usr"))
+    make_data_dir(tmp_path / "data")
+    assert "is on nfs4: a command on another machine would damage the ledger" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
@@ -46,7 +56,7 @@ def run(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
         (("tenants", "create", "a/b"), "a/b"),
         (("node", "--quota", "x"), "--quota 'x' is not a quota"),
         (("usage", "--by", "week"), "--by takes day and"),
-        (("cache", "ls", "--tier", "ram"), "'--tier': 'ram' is not one of 'device'"),
+        (("usage", "--format", "pdf"), "'--format': 'pdf' is not one of 'json'"),
         (("serve", "--port", "x"), "'--port': should be a valid integer"),
         (("node", "--events", '{"endpoint": 5}'), "}: endpoint should be a valid string"),
         (("top", "--dta-dir", "x"), "--data-dir"),
