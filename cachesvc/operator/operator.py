@@ -119,8 +119,10 @@ class CacheOperator:
         return await asyncio.wrap_future(found)
 
     async def evict(self, keys: Sequence[PrefixKey]) -> dict[str, int]:
-        """Blocks removed, by tier."""
-        removed = await self._done(lambda cache: cache.evict(keys))
+        """Blocks removed, by tier. Raises NotServed where the blocks are in another process."""
+        evict = in_process(self._blocks)
+        begun = await asyncio.wrap_future(evict(lambda cache: cache.evict(keys)))
+        removed = await asyncio.wrap_future(begun)
         return {str(tier): count for tier, count in removed.items()}
 
     async def purge(self, kind: str, name: str, *, by: str, why: str) -> dict[str, Any]:

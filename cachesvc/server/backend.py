@@ -1,6 +1,6 @@
 """A server's interface to its engine: our own over its tiers, or vLLM over a node.
 
-`engine.composition.Core` and `cachesvc.server.vllm.elsewhere.CoreElsewhere` implement it.
+`engine.composition.Core` and `cachesvc.server.vllm.core.CoreElsewhere` implement it.
 """
 
 from collections.abc import Callable, Mapping, Sequence

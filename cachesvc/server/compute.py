@@ -62,6 +62,10 @@ def prepare(settings: Settings, progress: Progress | None = None) -> tuple[Setti
         if settings.engine.urls:
             none = settings.cache.model_copy(update=dict.fromkeys(TIER_SIZES, 0))
             elsewhere = settings.model_copy(update={"cache": none})
+            if settings.model.exact == "always":
+                raise ModelError(
+                    "model.exact is always, but nothing is promised of an engine at a URL"
+                )
 
         def make_elsewhere(on_outputs: Deliver, *_: object) -> Backend:
             if passes:

@@ -50,7 +50,7 @@ def served_models(core: Backend, settings: ModelSection) -> Mapping[str, ServedM
         vocab_size=loaded.vocab_size,
         created=int(time.time()),
         promise=core.promise,
-        endpoint=getattr(core, "endpoint", None),  # only a `RelayCore` has one
+        endpoint=getattr(core, "endpoint", None),  # only a `CoreElsewhere` may have one
     )
     adapted = [
         replace(

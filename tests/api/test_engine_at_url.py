@@ -433,6 +433,9 @@ async def test_what_needs_blocks_in_this_process_says_so_by_name(engine, model, 
             refused = await client.get(path)
             assert (404, "not_served") == (refused.status_code, refused.json()["error"]["code"])
             assert "in another process" in refused.text
+        evicted = {"keys": ["00" * 16], "why": "a test"}
+        refused = await client.post("/admin/api/cache/evict", json=evicted)
+        assert (404, "not_served") == (refused.status_code, refused.json()["error"]["code"])
         pinned = {"name": "a", "key": "00" * 16, "for_s": 60, "why": "a test"}
         assert "another process" in (await client.post("/admin/api/cache/pin", json=pinned)).text
         page = await client.get("/admin/explorer")

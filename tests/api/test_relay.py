@@ -7,6 +7,8 @@ import pytest
 
 from billing.money import UNITS
 from billing.prices.cards import parse_card
+from cachesvc.config.errors import ConfigError
+from engine.errors import ModelError
 from tests.api.relaying import ALL, bound, charges, paying, relaying, usages
 from tests.support.stand_in import served
 from tests.support.upstream import (
@@ -81,6 +83,20 @@ async def test_a_body_passes_unchanged_but_for_what_is_the_tenants(up, tmp_path)
         assert up.asked[-1][2]["cache_salt"] not in ("mine", "")
         await client.post(RESPONSES, json=body(RESPONSES, store=True))
         assert up.asked[-1][2]["store"] is False, "the account is shared by all tenants"
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"engine_vllm": {"max-model-len": 64, "seed": 1}}, "leave seed out"),
+        ({"model_exact": "always"}, "nothing is promised of an engine at a URL"),
+        ({"model_adapters": {"a": "/a"}}, "a relay has no adapters"),
+    ],
+)
+async def test_what_would_have_no_effect_is_refused_at_the_start(up, tmp_path, settings, told):
+    with pytest.raises((ConfigError, ModelError), match=told):
+        async with relaying(tmp_path, up, **settings):
+            pass
 
 
 async def test_an_engine_with_salts_keeps_tenants_apart(tmp_path):

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from cachesvc.server.vllm import node_operations as module
-from cachesvc.server.vllm.node_operations import ElsewhereError, NodeOperations
-from cachesvc.server.vllm.tiers import OperationsElsewhere
+from cachesvc.server.vllm.core import ElsewhereError
+from cachesvc.server.vllm.node_operations import NodeOperations
 from cachesvc.vllm.groups import KvGroup
 from cachesvc.vllm.identity import group_roots, rank_roots
 from tests.unit.test_node_socket import LAYOUT, ROOT, joined, prompt, serving, write
@@ -105,11 +105,11 @@ def test_pins_stay_shown_while_the_node_is_away(path):
     with closing(operations(path, Vllm())) as hands:
         with serving(path), joined(path) as engine:
             write(engine, prompt(1))
-            hands.pins.pin("p", Chain(ROOT, [1] * 12, 4), 3600, "", "")
-            assert 1 == len(hands.pins.pins())
-        assert ["p"] == [each.name for each in hands.pins.pins()]
+            hands.pin("p", Chain(ROOT, [1] * 12, 4), hands.now_s + 3600)
+            assert 1 == len(hands.pins())
+        assert ["p"] == [each.name for each in hands.pins()]
         with pytest.raises(PinError, match="does not answer"):
-            hands.pins.unpin("p")
+            hands.unpin("p")
 
 
 GROUPS = (
@@ -139,6 +139,10 @@ class Parts:
         for _, client, ids in self.runs():
             write(client, ids)
 
+    def evict(self) -> None:
+        for _, client, ids in self.runs():
+            client.operate("evict", keys=[block.key.hex() for block in ids])
+
     def held(self) -> list[tuple[int, list[int]]]:
         """For each group and rank, the places of the blocks that the node has."""
         return [
@@ -159,30 +163,28 @@ def parts(request, engine, path):
 
 def test_a_pin_keeps_what_every_group_and_rank_needs_to_resume(parts, path):
     parts.write()
-    with closing(operations(path, Vllm(), parts.num_ranks, GROUPS)) as hands:
-        cache = OperationsElsewhere(hands)
+    with closing(operations(path, Vllm(), parts.num_ranks, GROUPS)) as cache:
         chain = Chain(ROOT, TOKENS, 4)
         pin = cache.pin("system", chain, cache.now_s + 3600, "a test")
         assert (chain.keys, 20) == (list(pin.keys), pin.num_tokens)
         cache.saved().result(120)
-        cache.evict(chain.keys).result(120)
+        parts.evict()
         needed = {0: [0, 1, 2, 3, 4], 1: [3, 4], 2: [4]}
         assert [(number, needed[number]) for number, _, _ in parts.runs()] == parts.held()
         again = cache.pin("system", KeyedPrefix(ROOT, pin.keys), cache.now_s + 7200)
         assert again.until_s > pin.until_s + 3000 and [again] == cache.pins()
         assert cache.unpin("system") and not cache.unpin("system")
-        cache.evict(chain.keys).result(120)
+        parts.evict()
         assert not any(places for _, places in parts.held())
 
 
 def test_a_pin_that_one_layout_refuses_leaves_all_as_they_were(parts, path, monkeypatch):
-    with closing(operations(path, Vllm(), parts.num_ranks, GROUPS)) as hands:
-        cache = OperationsElsewhere(hands)
+    with closing(operations(path, Vllm(), parts.num_ranks, GROUPS)) as cache:
         first = cache.pin("p", Chain(ROOT, TOKENS, 4), cache.now_s + 3600, "first")
         ask = NodeClient.operate
 
         def refuse(node: NodeClient, what: str, **about: Any) -> dict[str, Any]:
-            if what == "pin" and node is hands.pins._nodes[GROUPS[2].layout]:
+            if what == "pin" and node is cache._pins._nodes[GROUPS[2].layout]:
                 return {"refused": "no room", "excess": 1}
             return ask(node, what, **about)
 
@@ -197,17 +199,7 @@ def test_a_pin_that_one_layout_refuses_leaves_all_as_they_were(parts, path, monk
 
 
 def test_a_prefix_of_several_groups_is_pinned_by_its_tokens(parts, path):
-    with closing(operations(path, Vllm(), parts.num_ranks, GROUPS)) as hands:
-        cache = OperationsElsewhere(hands)
+    with closing(operations(path, Vllm(), parts.num_ranks, GROUPS)) as cache:
         keys = Chain(ROOT, TOKENS, 4).keys
         with pytest.raises(PinError, match="by its prompt or messages"):
             cache.pin("p", KeyedPrefix(ROOT, keys), cache.now_s + 3600)
-
-
-def test_evicted_blocks_leave_every_group_and_rank(parts, path):
-    parts.write()
-    with closing(operations(path, Vllm(), parts.num_ranks, GROUPS)) as hands:
-        keys = Chain(ROOT, TOKENS, 4).keys
-        removed = hands.evict(keys[3:]).result(120)
-        assert 2 * 3 * parts.num_ranks == removed[TierName.HOST]
-        assert [(number, [0, 1, 2]) for number, _, _ in parts.runs()] == parts.held()

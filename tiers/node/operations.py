@@ -14,13 +14,13 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from tiers.blocks.keys import BlockId, PrefixKey
+from tiers.blocks.keys import PrefixKey
 from tiers.disk.pin_file import pin_fields
 from tiers.errors import NodeError
 from tiers.node.below import disk_folder
 from tiers.node.pool import Pool
 from tiers.node.settings import NodeSettings
-from tiers.operations.below import done, then, trace
+from tiers.operations.below import done, then
 from tiers.operations.operations import TierOperations
 from tiers.operations.purge import Purged
 from tiers.policy.retention import PinError
@@ -87,7 +87,6 @@ class PoolOperations(TierOperations):
             "pins": self._pins,
             "saved": self._saved_pins,
             "evict": self._evict,
-            "trace": self._trace,
         }
         try:
             what = asked["do"]
@@ -145,14 +144,6 @@ class PoolOperations(TierOperations):
 
     def _evict(self, asked: Mapping[str, Any]) -> "Future[Any]":
         return self.evict(_keys(asked["keys"]))
-
-    def _trace(self, asked: Mapping[str, Any]) -> "Future[dict[str, Any]]":
-        """The identity of each of these blocks and of all before them, as far as they are held."""
-
-        def as_json(found: Mapping[PrefixKey, BlockId]) -> dict[str, Any]:
-            return {"blocks": [[part.hex() for part in each] for each in found.values()]}
-
-        return then(trace(self.pool.residency, self.pool.mover, _keys(asked["keys"])), as_json)
 
     def _purge(self, client: int, roots: Sequence[PrefixKey]) -> "Future[dict[str, Any]]":
         wanted = frozenset(roots)

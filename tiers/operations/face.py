@@ -69,10 +69,6 @@ class CacheOperations(Protocol):
         """
         raise NotImplementedError
 
-    def evict(self, keys: Sequence[PrefixKey]) -> "Future[dict[TierName, int]]":
-        """Remove blocks, except those in use or pinned. The result counts them by tier."""
-        raise NotImplementedError
-
     def purge(self, roots: Collection[PrefixKey]) -> "Future[Purged]":
         """Remove every block of these scopes from every tier; see `tiers.operations.purge`."""
         raise NotImplementedError
@@ -95,6 +91,10 @@ class BlockOperations(CacheOperations, Protocol):
 
     def places_below(self, ids: Sequence[BlockId]) -> list[TierName]:
         """The lower tier of each block of the leading run there. Waits. Any thread."""
+        raise NotImplementedError
+
+    def evict(self, keys: Sequence[PrefixKey]) -> "Future[dict[TierName, int]]":
+        """Remove blocks, except those in use or pinned. The result counts them by tier."""
         raise NotImplementedError
 
     def prefix_of(self, key: PrefixKey) -> "Future[KeyedPrefix]":

@@ -5,7 +5,8 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
 import orjson
@@ -16,7 +17,8 @@ from api.relay.protocol import CHAT, COMPLETIONS, RESPONSES
 from api.served_model import Endpoint
 from cachesvc.config.errors import ConfigError
 from cachesvc.config.settings import Settings
-from cachesvc.server.vllm.tiers import OperationsElsewhere, cache_stats
+from cachesvc.server.vllm.core import CoreElsewhere, ModelElsewhere, NoBlocks, cache_stats
+from cachesvc.server.vllm.elsewhere import asked_context
 from engine.engine import EngineStats
 from engine.errors import ModelError, RemoteFault
 from engine.hardware import run_apart
@@ -24,9 +26,8 @@ from engine.promise import Equal, Promise
 from engine.remote.client import EngineHttp
 from engine.remote.upstreams import Upstream, Upstreams
 from engine.request import FinishReason, Request, StepOutput
-from engine.text.detokenizer import IncrementalDetokenizer
-from tiers.blocks.keys import CacheScope, PrefixKey
-from tiers.blocks.layout import BlockLayout
+from tiers.blocks.keys import CacheScope
+from tiers.node.counters import NodeCounters
 from tiers.node.messages import engine_layout
 from tiers.operations.face import CacheOperations
 from tiers.stats import CacheStats
@@ -34,7 +35,6 @@ from tiers.stats import CacheStats
 logger = logging.getLogger(__name__)
 
 PROMISE = Promise(Equal.NONE, "an endpoint elsewhere computes it")
-CONTEXT = "max-model-len"  # of vLLM's arguments, the one that holds for any engine
 _CONTEXTS = ("max_model_len", "context_length", "max_context_length", "context_window")
 # Where engines have cache_salt, by the `owned_by` of their models.
 _CHATS = frozenset({CHAT.path, COMPLETIONS.path})
@@ -74,22 +74,6 @@ class NoTokens:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _NoAdapters:
-    digests: Mapping[str, bytes] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class RelayedModel:
-    """The part of the served model that the wire needs."""
-
-    name: str
-    max_context: int
-    tokenizer: Any = field(default_factory=NoTokens)
-    adapters: _NoAdapters = field(default_factory=_NoAdapters)
-    vocab_size: int = NoTokens.vocab_size
-
-
 class RelayEngine:
     """Counts what passes. It computes nothing: requests go from the event loop to the endpoint."""
 
@@ -98,14 +82,14 @@ class RelayEngine:
     def __init__(
         self,
         operations: CacheOperations,
-        stats: Callable[[], CacheStats],
+        cache: CacheStats,
         on_outputs: Callable[[Sequence[StepOutput]], None],
         sites: Upstreams,
         max_tokens: int,
     ) -> None:
         self._sites = sites
         self._operations = operations
-        self._read_cache = stats
+        self._cache = cache
         self._on_outputs = on_outputs
         self._lock = threading.Lock()  # of the operations, which several threads ask for
         self._num_running = self._num_passed = self._num_prompt = 0
@@ -152,7 +136,7 @@ class RelayEngine:
             num_steps=self._num_passed,
             prompt_tokens_computed=self._num_prompt,
             jumped_tokens=0,
-            cache=self._read_cache(),
+            cache=self._cache,
             engines=tuple(each.use() for each in self._sites.each),
         )
 
@@ -165,46 +149,12 @@ class RelayEngine:
                     await each.probe(counting=False)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RelayCore:
-    """Takes the place of `engine.composition.Core`."""
-
-    loaded: RelayedModel
-    layout: BlockLayout
-    scope: CacheScope
-    operations: OperationsElsewhere
-    engine: RelayEngine
-    endpoint: Endpoint
-    grammars: NoTokens = field(default_factory=NoTokens)
-    promise: Promise = PROMISE
-    facts: Mapping[str, str] = field(default_factory=dict)
-    disk_view: None = None
-    blocks: None = None
-    is_shared: bool = False
-
-    def start(self, warm_up_tokens: int = 0) -> None:
-        """Does nothing."""
-
-    def tell_owners(self, owners: Mapping[PrefixKey, str]) -> None:
-        """Does nothing: no block is here."""
-
-    def close(self) -> int:
-        return 0
-
-    def detokenizer(
-        self, stop: Sequence[str], *, shown: Sequence[str] = ()
-    ) -> IncrementalDetokenizer:
-        return IncrementalDetokenizer(self.loaded.tokenizer, stop, shown=shown)
-
-
 def build(
     settings: Settings,
     on_outputs: Callable[[Sequence[StepOutput]], None],
-) -> RelayCore:
+) -> CoreElsewhere:
     """Asks the endpoint for its models. Raises ConfigError and ModelError."""
     engine, name = settings.engine, settings.model.name
-    if settings.model.exact == "always":
-        raise ModelError("model.exact is always, but nothing is promised of an engine at a URL")
     if settings.model.adapters:
         raise ConfigError("a relay has no adapters: serve one as a model of its own, with --model")
     key = engine.key.get_secret_value()
@@ -212,31 +162,32 @@ def build(
     model = found[0].model
     if others := {each.model for each in found} - {model}:
         raise ModelError(f"the endpoints have {model} and {others.pop()}, not one model")
-    asked = next((n for n in engine.vllm if n.replace("_", "-") == CONTEXT), None)
-    max_context = int(engine.vllm[asked]) if asked else min(each.max_context for each in found)
+    max_context = asked_context(settings) or min(each.max_context for each in found)
     if not max_context:
         raise ConfigError(
             f"{engine.urls[0]} does not say how long the context of {model} is, which bounds what "
-            f"is held for a prompt: give it as --vllm.{CONTEXT} TOKENS"
+            f"is held for a prompt: give it as --vllm.max-model-len TOKENS"
         )
     logger.info(
         f"requests pass to {', '.join(engine.urls)}, for the model {model} there, "
         f"{max_context} tokens of context"
     )
     layout = engine_layout(1, 1, 16, "float32")
-    operations = OperationsElsewhere(None)
+    operations, tokens = NoBlocks(), NoTokens()
     sites = Upstreams([Upstream(EngineHttp(url, key, engine.max_time)) for url in engine.urls])
-
-    def stats() -> CacheStats:
-        return cache_stats(layout, _NoCache(), None, 0)
-
+    stats = cache_stats(layout, NodeCounters())
     relay = RelayEngine(operations, stats, on_outputs, sites, max_context)
-    return RelayCore(
-        loaded=RelayedModel(name, max_context),
+    return CoreElsewhere(
+        loaded=ModelElsewhere(
+            name=name, tokenizer=tokens, vocab_size=tokens.vocab_size, max_context=max_context
+        ),
         layout=layout,
         scope=CacheScope(weights=f"{engine.urls[0]} {model}".encode(), tokenizer=b"elsewhere"),
         operations=operations,
         engine=relay,
+        grammars=tokens,
+        promise=PROMISE,
+        opened=ExitStack(),
         endpoint=Endpoint(
             sites=sites,
             model=model,
@@ -247,10 +198,6 @@ def build(
             watch=relay.watch,
         ),
     )
-
-
-class _NoCache:
-    kv_usage = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -23,13 +23,19 @@ from cachesvc.server.remote import remote_settings
 from cachesvc.server.vllm.adapters import VllmAdapter, max_rank, read_adapters
 from cachesvc.server.vllm.arguments import flags_of, vllm_flags
 from cachesvc.server.vllm.child import VllmChild
-from cachesvc.server.vllm.node import NodeWatch, ensure_node
+from cachesvc.server.vllm.core import (
+    Adapters,
+    BlocksElsewhere,
+    CoreElsewhere,
+    ModelElsewhere,
+    NoBlocks,
+    cache_stats,
+)
+from cachesvc.server.vllm.node import ensure_node
 from cachesvc.server.vllm.node_operations import NodeOperations
-from cachesvc.server.vllm.tiers import OperationsElsewhere, cache_stats
 from cachesvc.vllm.reports import Ready, Reports
 from engine.bounds import check_params
-from engine.errors import ModelError
-from engine.grammar.compiler import GrammarCompiler, compiler_for
+from engine.grammar.compiler import compiler_for
 from engine.hardware import run_apart
 from engine.models.arithmetic import processor_name
 from engine.models.describe import Spoken, describe_folder
@@ -39,8 +45,7 @@ from engine.remote.engine import RemoteEngine
 from engine.remote.find import FoundEngine, Meant, find_all
 from engine.remote.upstreams import Upstream
 from engine.request import StepOutput
-from engine.text.detokenizer import IncrementalDetokenizer
-from tiers.blocks.keys import CacheScope, PrefixKey
+from tiers.blocks.keys import CacheScope
 from tiers.blocks.layout import BlockLayout
 from tiers.node.messages import engine_layout
 
@@ -51,76 +56,6 @@ PLAIN = Promise(Equal.NONE, "the engine chooses kernels by the number of rows")
 BATCH_INVARIANT = Promise(Equal.NONE, "vLLM's batch-invariant mode has not been tried with hits")
 _CONTEXT = "max-model-len"  # of vLLM's arguments, the one that holds for any engine
 _RESET = "/reset_prefix_cache?reset_running_requests=true"
-
-
-@dataclass(frozen=True, slots=True)
-class Adapters:
-    """LoRA adapters by name, with the content digests used in scopes."""
-
-    digests: Mapping[str, bytes]
-
-
-@dataclass(frozen=True, slots=True)
-class ModelElsewhere:
-    """The part of the served model that the wire needs."""
-
-    name: str
-    spoken: Spoken
-    max_context: int
-    adapters: Adapters
-
-    @property
-    def tokenizer(self) -> Any:
-        return self.spoken.tokenizer
-
-    @property
-    def vocab_size(self) -> int:
-        return self.spoken.vocab_size
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CoreElsewhere:
-    """Takes the place of `engine.composition.Core`. `opened` closes what runs beside the engine."""
-
-    loaded: ModelElsewhere
-    layout: BlockLayout
-    scope: CacheScope
-    operations: OperationsElsewhere
-    engine: RemoteEngine
-    grammars: GrammarCompiler  # what it refuses does not reach the engine that all share
-    promise: Promise
-    opened: ExitStack
-    facts: Mapping[str, str] = field(default_factory=dict)
-    node: NodeWatch | None = None
-    node_operations: NodeOperations | None = None
-    disk_view: None = None  # the node has the disk
-    blocks: None = None  # they are in vLLM and in the node
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether other machines can load what is published here."""
-        return self.node is not None and self.node.counters.is_shared
-
-    def start(self, warm_up_tokens: int = 0) -> None:
-        """Does nothing: the engine is warm."""
-
-    def tell_owners(self, owners: Mapping[PrefixKey, str]) -> None:
-        """Passes the owners to the node for quotas, now and after its next start."""
-        if self.node_operations is not None and self.node is not None:
-            self.node_operations.owners = owners
-            self.node.join_again()
-
-    def close(self, drain_s: float = 0.0) -> int:
-        """Stops a vLLM that is ours. The node keeps running with the blocks."""
-        self.engine.close(drain_s)
-        self.grammars.close()
-        self.opened.close()
-        return 0
-
-    def detokenizer(
-        self, stop: Sequence[str], *, shown: Sequence[str] = ()
-    ) -> IncrementalDetokenizer:
-        return IncrementalDetokenizer(self.loaded.tokenizer, stop, shown=shown)
 
 
 def build(
@@ -134,10 +69,9 @@ def build(
     logger.info(promise.text)
     spoken = describe_folder(settings.model.name, models_path(settings.server.data_dir), progress)
     adapters = read_adapters(settings.model.adapters)
-    opening = ExitStack()
-    try:
+    with ExitStack() as opening:
         if settings.engine.urls:
-            place = _Place(settings.engine.urls, asked_context=_asked_context(settings))
+            place = _Place(settings.engine.urls, asked_context=asked_context(settings))
         else:
             place = _started(settings, spoken, adapters, opening)
         meant = Meant(
@@ -166,32 +100,46 @@ def build(
         layout = engine_layout(1, 1, found.remote.block_size, "float32")
         scope = CacheScope(weights=str(spoken.folder).encode(), tokenizer=spoken.tokenizer.digest)
         facts: Mapping[str, str] = {}
-        ready = _ready(place.reports)
-        if ready is not None:
+        operations: BlocksElsewhere = NoBlocks()
+        if place.node is not None and (ready := _ready(place.reports)) is not None:
             layout, scope = ready.groups[0].layout, ready.scope
             facts = _facts(engine, found, layout)
-        node, node_operations = _joined(place.node, ready, engine, opening)
-        operations = OperationsElsewhere(node_operations)
-        engine.use(operations, partial(cache_stats, layout, engine, node, num_blocks))
+            operations = node = NodeOperations(
+                place.node,
+                ready.groups,
+                ready.num_ranks,
+                forget=partial(_forget, engine),
+                in_flight=engine.in_flight,
+            )
+            opening.callback(node.close)
+            node.start()
+        engine.use(
+            operations,
+            lambda: cache_stats(layout, operations.counters, num_blocks, engine.kv_usage),
+        )
         if place.child is not None:
             place.child.on_end(engine.fail)
-    except BaseException:
-        opening.close()
-        raise
-    digests = {name: adapter.digest for name, adapter in adapters.items()}
-    return CoreElsewhere(
-        loaded=ModelElsewhere(settings.model.name, spoken, engine.max_tokens, Adapters(digests)),
-        layout=layout,
-        scope=scope,
-        operations=operations,
-        engine=engine,
-        grammars=compiler_for(spoken),
-        promise=promise,
-        opened=opening,
-        facts=facts,
-        node=node,
-        node_operations=node_operations,
-    )
+        grammars = compiler_for(spoken)
+        opening.callback(grammars.close)
+        opening.callback(engine.close)  # before the node's part, which serves running requests
+        digests = {name: adapter.digest for name, adapter in adapters.items()}
+        return CoreElsewhere(
+            loaded=ModelElsewhere(
+                name=settings.model.name,
+                tokenizer=spoken.tokenizer,
+                vocab_size=spoken.vocab_size,
+                max_context=engine.max_tokens,
+                adapters=Adapters(digests),
+            ),
+            layout=layout,
+            scope=scope,
+            operations=operations,
+            engine=engine,
+            grammars=grammars,
+            promise=promise,
+            opened=opening.pop_all(),
+            facts=facts,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,35 +169,9 @@ def _started(
     return _Place([f"unix:{child.socket}"], None, child, node, reports)
 
 
-def _joined(
-    socket: Path | None,
-    ready: Ready | None,
-    engine: RemoteEngine,
-    opening: ExitStack,
-) -> tuple[NodeWatch | None, NodeOperations | None]:
-    """The watch of the node, and the operations on the blocks of the engine that is `ready`."""
-    if socket is None:
-        return None, None
-    operations = None
-    if ready is not None:
-        forget = partial(_forget, engine)
-        operations = NodeOperations(
-            socket, ready.groups, ready.num_ranks, forget=forget, in_flight=engine.in_flight
-        )
-        opening.callback(operations.close)
-        operations.pins.pins()  # makes the node open the layouts' tiers
-    watch = NodeWatch(socket, *([operations.introduce] if operations is not None else []))
-    watch.look()
-    watch.start()
-    opening.callback(watch.close)
-    return watch, operations
-
-
 def _promise(settings: Settings) -> Promise:
     if settings.model.exact != "always":
         return PLAIN
-    if settings.engine.urls:
-        raise ModelError("model.exact is always, but nothing is promised of an engine at a URL")
     if _is_cpu():
         raise ConfigError(
             "model.exact is always, but vLLM has no batch-invariant kernels for a CPU. Set it to "
@@ -258,7 +180,9 @@ def _promise(settings: Settings) -> Promise:
     return BATCH_INVARIANT
 
 
-def _asked_context(settings: Settings) -> int | None:
+def asked_context(settings: Settings) -> int | None:
+    """The context length that is asked of an engine at a URL. Raises ConfigError for any other of
+    vLLM's arguments."""
     given = {name.replace("_", "-"): value for name, value in settings.engine.vllm.items()}
     asked = given.pop(_CONTEXT, None)
     if given:

@@ -8,37 +8,37 @@ every running request has ended and stored its blocks.
 import logging
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any, TypeVar
 
+from cachesvc.server.vllm.core import ElsewhereError
+from cachesvc.server.vllm.node import NodeWatch
 from cachesvc.server.vllm.node_pins import NodePins
-from cachesvc.server.vllm.node_prefixes import KvParts, block_of
+from cachesvc.server.vllm.node_prefixes import KvParts
 from cachesvc.vllm.groups import KvGroup
-from engine.errors import EngineError, RemoteFault
-from tiers.blocks.chain import Chain
+from engine.errors import RemoteFault
+from tiers.blocks.chain import Chain, KeyedPrefix
 from tiers.blocks.keys import BlockId, PrefixKey
 from tiers.blocks.layout import BlockLayout
 from tiers.node.client import NodeClient
+from tiers.node.counters import NodeCounters
+from tiers.operations.below import done
 from tiers.operations.purge import Purged
+from tiers.policy.retention import Pin
+from tiers.steady_clock import SteadyClock
 from tiers.tier import Removed, TierName
 
 logger = logging.getLogger(__name__)
 
 SLOW_S = 120.0  # for answers that need the disk
-TRACED_KEYS = 1024  # asked for at once
 FORGET_S = 30.0  # how long to try to empty vLLM's own cache
 STORE_S = 10.0  # time to store a request's blocks after its end
 PUBLISH_S = 8.0
 LOOK_S = 0.02
 T = TypeVar("T")
-
-
-class ElsewhereError(EngineError):
-    """The blocks are not in this process; the message says where they are."""
 
 
 class _Nodes:
@@ -69,9 +69,10 @@ class _Nodes:
 
 
 class NodeOperations:
-    """Operations on the node at `socket`.
+    """`BlocksElsewhere` in the node at `socket`, below the engine that has these groups.
 
-    `forget` empties vLLM's own cache. `in_flight` returns the running requests.
+    `forget` empties vLLM's own cache. `in_flight` returns the running requests. `start` begins to
+    read the node's counters.
     """
 
     def __init__(
@@ -84,29 +85,68 @@ class NodeOperations:
         in_flight: Callable[[], frozenset[str]],
     ) -> None:
         self._socket = socket
-        self.parts = KvParts(tuple(groups), num_ranks)
-        self.pins = NodePins(socket, self.parts)
+        self._parts = KvParts(tuple(groups), num_ranks)
+        self._pins = NodePins(socket, self._parts)
+        self._watch = NodeWatch(socket, self._introduce)
+        self._clock = SteadyClock()
         self._forget = forget
         self._in_flight = in_flight
         self._threads = ThreadPoolExecutor(4, thread_name_prefix="cachesvc-node-operate")
         self._ended = threading.Event()
-        self.owners: Mapping[PrefixKey, str] = {}  # owner of each scope, for the node's quotas
+        self._owners: Mapping[PrefixKey, str] = {}
 
-    def introduce(self, node: NodeClient) -> None:
-        """Sends the owners of scopes to a newly joined node. Raises NodeError."""
-        if self.owners:
+    def start(self) -> None:
+        self._pins.pins()  # makes the node open the layouts' tiers
+        self._watch.look()
+        self._watch.start()
+
+    @property
+    def counters(self) -> NodeCounters:
+        """As they were read last; none while the node does not answer."""
+        return self._watch.counters
+
+    def tell_owners(self, owners: Mapping[PrefixKey, str]) -> None:
+        """Passes the owners of scopes to the node for quotas, now and after its next start."""
+        self._owners = owners
+        self._watch.join_again()
+
+    def _introduce(self, node: NodeClient) -> None:
+        """Sends the owners to a newly joined node. Raises NodeError."""
+        if self._owners:
             node.know(
-                {each: name for root, name in self.owners.items() for each in self._roots(root)}
+                {each: name for root, name in self._owners.items() for each in self._roots(root)}
             )
 
     def _roots(self, root: PrefixKey) -> list[PrefixKey]:
         """The roots of every group's blocks of a scope, on every rank."""
-        return [each for group in self.parts.roots(root) for each in group]
+        return [each for group in self._parts.roots(root) for each in group]
 
     def close(self) -> None:
+        self._watch.close()
         self._ended.set()
         self._threads.shutdown(cancel_futures=True)
-        self.pins.close()
+        self._pins.close()
+
+    @property
+    def now_s(self) -> float:
+        return self._clock()
+
+    def pin(
+        self,
+        name: str,
+        prefix: Chain | KeyedPrefix,
+        until_s: float,
+        why: str = "",
+        *,
+        owner: str = "",
+    ) -> Pin[PrefixKey]:
+        return self._pins.pin(name, prefix, until_s - self.now_s, why, owner)
+
+    def unpin(self, name: str) -> bool:
+        return self._pins.unpin(name)
+
+    def pins(self) -> list[Pin[PrefixKey]]:
+        return self._pins.pins()
 
     # Calls whose results come later.
 
@@ -114,31 +154,17 @@ class NodeOperations:
         """Done once the pins of every layout are on disk."""
 
         def saved(nodes: _Nodes) -> None:
-            for layout in self.parts.layouts:
+            for layout in self._parts.layouts:
                 nodes[layout].operate("saved")
 
         return self._later(saved)
 
-    def evict(self, keys: Sequence[PrefixKey]) -> "Future[dict[TierName, int]]":
-        """Remove these blocks, and those of other groups and ranks that have their tokens. The
-        result counts all of them."""
-
-        def evict(nodes: _Nodes) -> dict[TierName, int]:
-            wanted = {layout: list(keys) for layout in self.parts.layouts}
-            if not self.parts.are_one:
-                wanted = self.parts.spanning(keys, _traced(nodes[self.parts.layouts[0]], keys))
-            removed: Counter[TierName] = Counter()
-            for layout, each in wanted.items():
-                counts = nodes[layout].operate("evict", keys=[key.hex() for key in each])
-                removed.update({TierName(tier): count for tier, count in counts.items()})
-            return dict(removed)
-
-        return self._later(evict)
-
     def publish(self, chain: Chain) -> "Future[int]":
         """The number of the prefix's blocks from whose end others can resume by what is in the
-        store, once that is all that can be or the time is over."""
-        prefix = self.parts.prefix(chain)
+        store, once that is all that can be or the time is over; 0 of a private one."""
+        if chain.private:
+            return done(0)
+        prefix = self._parts.prefix(chain)
 
         def publish(nodes: _Nodes) -> int:
             give_up = time.monotonic() + PUBLISH_S
@@ -165,7 +191,7 @@ class NodeOperations:
         try:
             with closing(_Nodes(self._socket)) as nodes:
                 answers = [
-                    nodes[layout].operate("purge", roots=every) for layout in self.parts.layouts
+                    nodes[layout].operate("purge", roots=every) for layout in self._parts.layouts
                 ]
                 running = self._in_flight()
                 self._empty_device()
@@ -199,15 +225,6 @@ class NodeOperations:
                 return work(nodes)
 
         return self._threads.submit(run)
-
-
-def _traced(node: NodeClient, keys: Sequence[PrefixKey]) -> list[BlockId]:
-    """These blocks and those before them, as far as the node holds them."""
-    found: list[BlockId] = []
-    for begin in range(0, len(keys), TRACED_KEYS):
-        asked = [key.hex() for key in keys[begin : begin + TRACED_KEYS]]
-        found += map(block_of, node.operate("trace", keys=asked)["blocks"])
-    return found
 
 
 def _purged(roots: Collection[PrefixKey], answers: Sequence[dict[str, Any]]) -> Purged:

@@ -1,10 +1,10 @@
 """A prefix in a node, as all of its parts: those of every group of KV, on every rank.
 
-Operators name a prefix by its tokens or by the blocks of the first group on the first rank. Blocks
-of other groups and ranks have keys of their own, which follow from the tokens.
+Operators name a prefix by its tokens. Blocks of other groups and ranks than the first have keys of
+their own, which follow from the tokens.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from cachesvc.vllm.chains import RequestChains
@@ -45,25 +45,6 @@ class KvParts:
     def prefix(self, chain: Chain) -> "KvPrefix":
         tokens = b"".join(chain.chunks) + chain.tail
         return KvPrefix(self, chain.root, tokens)
-
-    def spanning(self, keys: Sequence[PrefixKey], blocks: Iterable[BlockId]) -> KeysByLayout:
-        """The keys of all parts that have tokens of these blocks, so far as the blocks before them
-        are known. Blocks with images are only themselves."""
-        known = {block.key: block for block in blocks}
-        parents = {block.parent for block in known.values()}
-        wanted = dict.fromkeys(keys)
-        found = {layout: dict.fromkeys(wanted) for layout in self.layouts}
-        for key in wanted:
-            line = _to_root(key, known) if key not in parents else []
-            if not line or any(block.content for block in line):
-                continue
-            prefix = KvPrefix(self, line[0].scope, b"".join(block.tokens for block in line))
-            size = len(line[0].tokens) // TOKEN_BYTES
-            for number, block in enumerate(line):
-                if block.key in wanted:
-                    for layout, each in prefix.keys_of(number * size, (number + 1) * size):
-                        found[layout][each] = None
-        return {layout: list(each) for layout, each in found.items()}
 
 
 class KvPrefix:
@@ -114,30 +95,3 @@ class KvPrefix:
             for run in self._chains.ids(number, 0, self.num_tokens // size):
                 keys.update(dict.fromkeys(run[place].key for place in sorted(places)))
         return {layout: list(keys) for layout, keys in found.items()}
-
-    def keys_of(self, start: int, end: int) -> list[tuple[BlockLayout, PrefixKey]]:
-        """The layout and key of every part's blocks that have some of these tokens."""
-        found = []
-        for number, group in enumerate(self._groups):
-            size = group.block_size
-            first, last = start // size, min(-(-end // size), self.num_tokens // size)
-            for run in self._chains.ids(number, first, max(first, last)):
-                found += [(group.layout, block.key) for block in run]
-        return found
-
-
-def block_of(fields: Sequence[str]) -> BlockId:
-    """A block as the node's `trace` tells it."""
-    scope, parent, key, tokens, content = map(bytes.fromhex, fields)
-    return BlockId(PrefixKey(scope), PrefixKey(parent), PrefixKey(key), tokens, content)
-
-
-def _to_root(key: PrefixKey, known: Mapping[PrefixKey, BlockId]) -> list[BlockId]:
-    """The blocks from the first of its scope to this one; none if one of them is not known."""
-    line: list[BlockId] = []
-    while (block := known.get(key)) is not None:
-        line.append(block)
-        if block.parent == block.scope:
-            return line[::-1]
-        key = block.parent
-    return []

@@ -1,0 +1,162 @@
+"""What takes the place of `engine.composition.Core` where the engine is in another process.
+
+This process has no blocks. What operators see comes from the engine and from its node, and what
+they change is changed in the node.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, Never, Protocol
+
+from api.served_model import Endpoint
+from cachesvc.server.backend import ServedEngine
+from engine.errors import EngineError
+from engine.promise import Promise
+from engine.structure import Compiler
+from engine.text.detokenizer import IncrementalDetokenizer
+from tiers.blocks.chain import Chain
+from tiers.blocks.keys import CacheScope, PrefixKey
+from tiers.blocks.layout import BlockLayout
+from tiers.node.counters import NodeCounters
+from tiers.operations.below import done
+from tiers.operations.face import CacheOperations
+from tiers.policy.retention import Pin, PinError
+from tiers.stats import CacheStats
+from tiers.steady_clock import SteadyClock
+from tiers.tier import TierName, TierStats
+
+
+class ElsewhereError(EngineError):
+    """The blocks are not in this process; the message says where they are."""
+
+
+class BlocksElsewhere(CacheOperations, Protocol):
+    """The operations on blocks in another process, and what it counts."""
+
+    @property
+    def counters(self) -> NodeCounters: ...
+
+    def tell_owners(self, owners: Mapping[PrefixKey, str]) -> None:
+        """Passes the owners of scopes on, for quotas."""
+
+
+@dataclass(frozen=True, slots=True)
+class Adapters:
+    """LoRA adapters by name, with the content digests used in scopes."""
+
+    digests: Mapping[str, bytes] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelElsewhere:
+    """The part of the served model that the wire needs."""
+
+    name: str
+    tokenizer: Any
+    vocab_size: int
+    max_context: int
+    adapters: Adapters = field(default_factory=Adapters)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoreElsewhere:
+    """A `Backend`. `opened` closes the engine and what runs beside it."""
+
+    loaded: ModelElsewhere
+    layout: BlockLayout
+    scope: CacheScope
+    operations: BlocksElsewhere
+    engine: ServedEngine
+    grammars: Compiler  # what it refuses does not reach an engine that others share
+    promise: Promise
+    opened: ExitStack
+    facts: Mapping[str, str] = field(default_factory=dict)
+    endpoint: Endpoint | None = None  # where requests pass to as they are
+    disk_view: None = None  # the node has the disk
+    blocks: None = None  # they are in the engine and in the node
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other machines can load what is published here."""
+        return self.operations.counters.is_shared
+
+    def start(self, warm_up_tokens: int = 0) -> None:
+        """Does nothing: the engine is warm."""
+
+    def tell_owners(self, owners: Mapping[PrefixKey, str]) -> None:
+        self.operations.tell_owners(owners)
+
+    def close(self) -> int:
+        """Stops a vLLM that is ours. The node keeps running with the blocks."""
+        self.opened.close()
+        return 0
+
+    def detokenizer(
+        self, stop: Sequence[str], *, shown: Sequence[str] = ()
+    ) -> IncrementalDetokenizer:
+        return IncrementalDetokenizer(self.loaded.tokenizer, stop, shown=shown)
+
+
+class NoBlocks:
+    """`BlocksElsewhere` where only the engine keeps blocks."""
+
+    def __init__(self) -> None:
+        self.counters = NodeCounters()
+        self._clock = SteadyClock()
+
+    @property
+    def now_s(self) -> float:
+        return self._clock()
+
+    def pin(self, *_: object, **__: object) -> Never:
+        raise PinError("pins need a node below vLLM; set cache.host_bytes")
+
+    def unpin(self, name: str) -> bool:
+        return False
+
+    def pins(self) -> list[Pin[PrefixKey]]:
+        return []
+
+    def saved(self) -> "Future[None]":
+        return done(None)
+
+    def publish(self, chain: Chain) -> "Future[int]":
+        return done(0)
+
+    def purge(self, roots: Collection[PrefixKey]) -> Never:
+        raise ElsewhereError(
+            "only vLLM keeps blocks, and there is no node below it: restart this server"
+        )
+
+    def tell_owners(self, owners: Mapping[PrefixKey, str]) -> None:
+        """Does nothing."""
+
+
+def cache_stats(
+    layout: BlockLayout, node: NodeCounters, num_device_blocks: int = 0, kv_usage: float = 0.0
+) -> CacheStats:
+    """Stats with the engine's own cache as device, of which `kv_usage` is in use (0 to 1), and the
+    node's host and disk, which all its users share."""
+    nbytes = layout.nbytes
+    used = round(kv_usage * num_device_blocks)
+    return CacheStats(
+        device=TierStats(
+            name=TierName.DEVICE,
+            num_blocks=used,
+            used_bytes=used * nbytes,
+            logical_bytes=used * nbytes,
+            capacity_bytes=num_device_blocks * nbytes,
+        ),
+        host=node.host(),
+        below=node.below(),
+        events=node.events(),
+        collisions=node.total("collisions"),
+        num_listeners=node.num_listeners,
+        block_bytes=nbytes,
+        num_pins=node.total("num_pins"),
+        pinned_blocks=node.total("pinned_blocks"),
+        pinnable_blocks=node.total("pinnable_blocks"),
+        groups=node.groups(),
+    )
