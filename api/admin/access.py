@@ -43,6 +43,7 @@ async def reader(request: Request) -> Admin:
     token = bearer_token(single_header(request, "Authorization"))
     found = await _by_bearer(request, token) if token else await _by_cookie(request)
     request_log_of(request).add(admin=found.name)
+    request.state.admin = found
     return found
 
 

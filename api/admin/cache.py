@@ -6,7 +6,7 @@ only.
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Final, Literal
 
@@ -92,24 +92,30 @@ async def unpin(request: Request, *, name: Name, by: str, why: Why) -> Document:
 async def evict(
     request: Request,
     *,
-    keys: Annotated[Sequence[Key], Argument(min_length=1, max_length=10_000)],
+    keys: Annotated[Sequence[Key], Argument(min_length=1, max_length=10_000)] | None = None,
+    below: Key | None = None,
+    whole_run: bool = False,
     by: str,
     why: Why,
 ) -> Document:
-    """Remove blocks from every tier, except those in use or pinned. Returns how many, by tier."""
-    found = [PrefixKey(bytes.fromhex(key)) for key in keys]
-    subject = keys[0] if len(keys) == 1 else f"{len(keys)} blocks"
-    return {"removed": await evict_blocks(request, found, subject, by=by, why=why)}
+    """Remove blocks from every tier, except those in use or pinned. Returns how many, by tier.
 
-
-async def evict_blocks(
-    request: Request, keys: Sequence[PrefixKey], subject: str, *, by: str, why: str
-) -> Mapping[str, int]:
-    """The same for keys that the audit entry calls `subject`."""
-    removed = await parts_of(request).cache.evict(keys)
-    parts_of(request).explorer.forget_disk()  # its snapshot is out of date
+    They are `keys`, or the block `below` and all that continues it. `whole_run` adds the blocks
+    before it, back to the last branch.
+    """
+    if (keys is None) == (below is None):
+        raise InvalidRequest("Say what to evict by one of `keys` and `below`.")
+    explorer = parts_of(request).explorer
+    if keys is not None:
+        found = [PrefixKey(bytes.fromhex(key)) for key in keys]
+        subject = keys[0] if len(keys) == 1 else f"{len(keys)} blocks"
+    else:
+        subject = str(below)
+        found = await explorer.below(PrefixKey(bytes.fromhex(subject)), whole_run=whole_run)
+    removed = await parts_of(request).cache.evict(found)
+    explorer.forget_disk()  # its snapshot is out of date
     await add_audit_entry(request, by, "cache.evict", subject, why=why, after=removed)
-    return removed
+    return {"removed": removed}
 
 
 async def purge(

@@ -85,10 +85,6 @@ class CacheAdmin(Protocol):
         """The signed receipt."""
         ...
 
-    async def receipt(self, finished_ns: int) -> Mapping[str, Any] | None:
-        """The receipt of the purge that ended at this time, if it is stored."""
-        ...
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdminParts:

@@ -15,11 +15,15 @@ from api.admin.pages import (
     requests,
     tenants,
 )
+from api.admin.pages.forms import FormRoute
 from api.admin.parts import AdminParts
 from api.admin.routes import derived, ledger, prompts, stats
 
 _PAGES = (assets, login, explorer, front, keys, money, overview, requests, tenants)
-AREAS = tuple(area.router for area in (derived, ledger, prompts, stats, *_PAGES))
+AREAS = (
+    derived.routes_of(FormRoute),
+    *(area.router for area in (ledger, prompts, stats, *_PAGES)),
+)
 
 
 def admin_router(parts: AdminParts) -> APIRouter:

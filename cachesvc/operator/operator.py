@@ -8,7 +8,7 @@ import asyncio
 import logging
 import time
 from array import array
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,7 +22,6 @@ from cachesvc.operator.purge import (
     Order,
     keep_receipt,
     purge_unserved,
-    read_receipt,
     receipt,
     roots_to_purge,
     together,
@@ -140,9 +139,6 @@ class CacheOperator:
         except OSError as error:
             raise NotSaved(f"the purge is done, but its receipt is lost: {error}") from error
         return signed
-
-    async def receipt(self, finished_ns: int) -> Mapping[str, Any] | None:
-        return await asyncio.to_thread(read_receipt, self._data_dir, finished_ns)
 
     # The pins of tenants: durable ones for their caches, and soft ones for their requests.
 

@@ -98,21 +98,9 @@ def receipt(
 def keep_receipt(data_dir: Path, signed: Mapping[str, Any]) -> Path:
     folder = data_dir / RECEIPTS
     folder.mkdir(mode=0o700, exist_ok=True)
-    path = _receipt_path(data_dir, signed["finished_ns"])
+    path = folder / f"purge-{signed['finished_ns']}.json"
     path.write_text(json.dumps(signed, indent=1) + "\n")
     return path
-
-
-def read_receipt(data_dir: Path, finished_ns: int) -> dict[str, Any] | None:
-    try:
-        signed: dict[str, Any] = json.loads(_receipt_path(data_dir, finished_ns).read_text())
-    except FileNotFoundError:
-        return None
-    return signed
-
-
-def _receipt_path(data_dir: Path, finished_ns: int) -> Path:
-    return data_dir / RECEIPTS / f"purge-{finished_ns}.json"
 
 
 def purge_stopped(data_dir: Path, roots: Collection[PrefixKey]) -> Done:

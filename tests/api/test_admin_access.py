@@ -75,6 +75,10 @@ async def test_a_session_changes_things_only_with_its_csrf_token(parts, client):
     assert (403, "csrf_failed") == error_of(wrong)
     by_header = await client.post(CHANGE, headers={"X-CSRF-Token": csrf_token})
     by_form = await client.post(CHANGE, data={"csrf_token": csrf_token})
+    tenant = {"tenant": "new", "why": "x"}
+    for token in ("", other):  # a form that a JSON route takes
+        forged = await client.post("/admin/api/tenants", data=tenant | {"csrf_token": token})
+        assert (403, "csrf_failed") == error_of(forged)
     assert 200 == by_header.status_code == by_form.status_code
 
 

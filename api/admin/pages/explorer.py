@@ -1,12 +1,10 @@
-"""The prefix explorer under /admin/explorer: all tiers as one tree, and one block; pins, evictions
-and purges.
+"""The prefix explorer under /admin/explorer: all tiers as one tree, and one block, with
+forms that pin, evict and purge.
 
-Forms work without a script. Each asks for a reason and leaves an audit entry. Tokens are decoded
-only when an admin asks, and that leaves an audit entry too.
+Tokens are decoded only when an admin asks, and that leaves an audit entry.
 """
 
 import asyncio
-import json
 import time
 from array import array
 from dataclasses import replace
@@ -20,11 +18,10 @@ from api.admin.access import MayChange, MayRead
 from api.admin.login.sessions import Admin, Role
 from api.admin.pages.base import render
 from api.admin.pages.filters import Filter
-from api.admin.pages.operation_forms import DONE, FORMS, Sent
 from api.admin.pages.prefix_rows import OUTLINE_TOKENS, ScopeRows, rows_of
 from api.admin.parts import add_audit_entry, parts_of
 from api.cache.explorer import Grown, Room
-from api.errors import ApiError, InvalidRequest, RecordNotFound
+from api.errors import InvalidRequest
 from tiers.blocks.keys import PrefixKey
 from tiers.blocks.tree import Tree, TreeNode, TreeQuery, tree_json
 from tiers.tier import TierName
@@ -35,7 +32,6 @@ KEY_BYTES = 16
 # A page has at most 100 rows of about 900 bytes, and stays under 150 KB with its files.
 PAGE = TreeQuery(depth=12, max_nodes=100, num_tokens=OUTLINE_TOKENS)
 IDLE = {"": 0, "1m": 60, "1h": 3600, "1d": 86_400, "7d": 7 * 86_400}
-KEPT = "Nothing was evicted: running requests or pins hold all of it."
 
 
 @router.get("/admin/api/cache/tree")
@@ -84,8 +80,6 @@ async def page(
     below: Filter = "",
     idle: Filter = "",
     sort: Filter = "",
-    done: Filter = "",
-    receipt: Annotated[int | None, Query(ge=0)] = None,
 ) -> Response:
     """The tree, or the block that a search found."""
     explorer = parts_of(request).explorer
@@ -123,15 +117,12 @@ async def page(
         idle=idle,
         sort=sort,
         choices=IDLE,
-        done=KEPT if done == "kept" else DONE.get(done, ""),
-        forms=FORMS,
-        receipt=receipt,
     )
 
 
 @router.get("/admin/explorer/{key}", include_in_schema=False)
-async def block_page(request: Request, key: str, admin: MayRead, done: Filter = "") -> Response:
-    return await show_block(request, admin, key_of(key), done=DONE.get(done, ""))
+async def block_page(request: Request, key: str, admin: MayRead) -> Response:
+    return await _show_block(request, admin, key_of(key))
 
 
 @router.post("/admin/explorer/{key}/text", include_in_schema=False)
@@ -140,68 +131,7 @@ async def text_page(request: Request, key: str, admin: MayChange) -> Response:
     detail, _ = await parts_of(request).explorer.block(key_of(key))
     await add_audit_entry(request, admin.name, "block.read", key)
     text = parts_of(request).decode(array("i", detail.block.tokens))
-    return await show_block(request, admin, key_of(key), text=text)
-
-
-@router.post("/admin/explorer/{key}/pin", include_in_schema=False)
-async def pin(request: Request, key: str, admin: MayChange, sent: Sent) -> Response:
-    """Keep the prefix that ends with this block."""
-    try:
-        given = FORMS["pin"].given(sent, key=key_of(key).hex(), name=f"pin-{key[:12]}")
-        await cache.pin(request, **given, by=admin.name)
-    except ApiError as error:
-        return await show_block(request, admin, key_of(key), wrong=str(error))
-    return RedirectResponse(f"/admin/explorer/{key}?done=pin", 303)
-
-
-@router.post("/admin/explorer-pins/{name}/end", include_in_schema=False)
-async def unpin(request: Request, name: str, admin: MayChange) -> Response:
-    """End a pin by its name; the prefix may be evicted again."""
-    await cache.unpin(request, name=name, by=admin.name, why="ended on the page of prefixes")
-    return RedirectResponse("/admin/explorer?done=unpin", 303)
-
-
-@router.post("/admin/explorer/{key}/evict", include_in_schema=False)
-async def evict(request: Request, key: str, admin: MayChange, sent: Sent) -> Response:
-    """Remove the block (or the run that it ends) and all its continuations from every tier."""
-    try:
-        given = FORMS["evict"].given(sent)
-        whole_run = sent.get("what", "run") == "run"
-        keys = await parts_of(request).explorer.below(key_of(key), whole_run=whole_run)
-        removed = await cache.evict_blocks(request, keys, key, **given, by=admin.name)
-    except ApiError as error:
-        return await show_block(request, admin, key_of(key), wrong=str(error))
-    done = "evict" if any(removed.values()) else "kept"
-    return RedirectResponse(f"/admin/explorer?done={done}", 303)
-
-
-@router.post("/admin/explorer-purge", include_in_schema=False)
-async def purge(request: Request, admin: MayChange, sent: Sent) -> Response:
-    """Remove every block of a tenant or group (`tenant:NAME`, `group:NAME`) from every tier."""
-    kind, _, name = str(sent.get("owner", "")).partition(":")
-    confirm = str(sent.get("confirm", ""))
-    if kind not in ("tenant", "group") or not name or confirm.strip() != name:
-        raise InvalidRequest(
-            f"To purge, type the name '{name[:64]}' into the second field; it had "
-            f"'{confirm[:64]}'. Nothing was removed."
-        )
-    given = FORMS["purge"].given(sent, kind=kind, name=name)
-    signed = await cache.purge(request, **given, by=admin.name)
-    return RedirectResponse(f"/admin/explorer?done=purge&receipt={signed['finished_ns']}", 303)
-
-
-@router.get("/admin/explorer-receipts/{finished_ns}.json", include_in_schema=False)
-async def receipt(request: Request, finished_ns: int, _: MayRead) -> Response:
-    """The signed receipt of a purge, as a file to download."""
-    signed = await parts_of(request).cache.receipt(finished_ns)
-    if signed is None:
-        raise RecordNotFound(f"No purge that ended at {finished_ns} has a receipt here.")
-    name = f"purge-{finished_ns}.json"
-    return Response(
-        json.dumps(signed, indent=1) + "\n",
-        media_type="application/json",
-        headers={"Content-Disposition": f'attachment; filename="{name}"'},
-    )
+    return await _show_block(request, admin, key_of(key), text)
 
 
 def key_of(text: str) -> PrefixKey:
@@ -215,14 +145,8 @@ def key_of(text: str) -> PrefixKey:
     return PrefixKey(key)
 
 
-async def show_block(
-    request: Request,
-    admin: Admin,
-    key: PrefixKey,
-    *,
-    text: str | None = None,
-    wrong: str = "",
-    done: str = "",
+async def _show_block(
+    request: Request, admin: Admin, key: PrefixKey, text: str | None = None
 ) -> Response:
     explorer = parts_of(request).explorer
     detail, owner = await explorer.block(key)
@@ -239,9 +163,6 @@ async def show_block(
         pins=[pin for pin in await parts_of(request).cache.pins() if key in pin.keys],
         now_s=time.time(),
         text=text,
-        forms=FORMS,
-        wrong=wrong,
-        done=done,
     )
 
 

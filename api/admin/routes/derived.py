@@ -7,7 +7,7 @@ refused.
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from enum import EnumType
 from functools import partial, reduce
@@ -17,6 +17,7 @@ from types import UnionType
 from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 from fastapi import APIRouter, Depends, Path, Query, Request
+from fastapi.routing import APIRoute
 from pydantic import (
     BaseModel,
     BeforeValidator,
@@ -62,10 +63,10 @@ class CardSource(StrictBody):
 FIELDS: Mapping[str, type[BaseModel]] = {"card": CardSource}
 
 
-def routes_of(table: Iterable[Operation]) -> APIRouter:
+def routes_of(kind: type[APIRoute]) -> APIRouter:
     """One route for each row of the table."""
-    router = APIRouter(prefix=PREFIX)
-    for row in table:
+    router = APIRouter(prefix=PREFIX, route_class=kind)
+    for row in TABLE:
         router.add_api_route(
             row.path,
             _endpoint(row, row.function()),
@@ -185,6 +186,3 @@ def _within(annotation: Any) -> Any:
 
 def _parameter(name: str, annotation: Any, default: Any = Parameter.empty) -> Parameter:
     return Parameter(name, Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
-
-
-router = routes_of(TABLE)
