@@ -1,6 +1,7 @@
-"""The engine's intake: what it accepts, what is in flight, and how long a request would wait.
+"""An engine's intake: what it accepts, what is in flight, and how long a request would wait.
 
-Any thread. A lock, held for a few instructions, guards shared state.
+Any thread. The engine here has one, and so has one at a URL (`engine.remote`). A lock, held for a
+few instructions, guards shared state.
 """
 
 import threading
@@ -22,8 +23,8 @@ from tiers.blocks.contents import refusal
 
 
 class Intake:
-    """Requests are in flight between `accept` and `ended`. The scheduler sets `backlog` once per
-    step. Requests that it does not know of yet are counted here, by share."""
+    """Requests are in flight between `accept` and `ended`. `backlog` is set by who schedules them.
+    Requests that it does not know of yet are counted here, by share."""
 
     def __init__(self, settings: EngineSettings, max_tokens: int) -> None:
         self.backlog = Backlog()
@@ -38,6 +39,22 @@ class Intake:
     def __len__(self) -> int:
         """The number of requests in flight."""
         return len(self._in_flight)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it neither was closed nor has failed."""
+        return self.failed is None and not self._closing
+
+    @property
+    def in_flight(self) -> frozenset[str]:
+        with self._lock:
+            return frozenset(self._in_flight)
+
+    @property
+    def arriving(self) -> Counter[str]:
+        """Tokens that nobody schedules yet, by share."""
+        with self._lock:
+            return Counter(self._arriving)
 
     def accept(self, request: Request) -> None:
         """Count a request in. Raises EmptyPrompt, PromptTooLong, InvalidParameter, UnknownAdapter,
@@ -59,7 +76,7 @@ class Intake:
             self._arriving[request.share] += num_tokens
 
     def queued(self, request: Request) -> None:
-        """Note that the request has reached the engine thread, so the scheduler now knows of it."""
+        """Note that the scheduler knows of the request now."""
         with self._lock:
             self._arriving[request.share] -= len(request.tokens)
             if not self._arriving[request.share]:
@@ -87,8 +104,7 @@ class Intake:
         """
         backlog = self.backlog
         waiting = Counter(backlog.waiting)
-        with self._lock:
-            waiting.update(self._arriving)
+        waiting.update(self.arriving)
         return backlog._replace(waiting=waiting).wait_s(share, num_tokens)
 
     def _check(self, request: Request, num_tokens: int) -> None:
@@ -97,7 +113,7 @@ class Intake:
         if num_tokens >= self._max_tokens:
             raise PromptTooLong(
                 f"the prompt has {num_tokens} tokens, and at most {self._max_tokens - 1} fit the "
-                f"model's context and the device cache with one token to generate; shorten it"
+                f"engine with one token to generate; shorten it"
             )
         self._settings.check_params(request.params)
         self._check_adapter(request)

@@ -5,20 +5,13 @@ they are known with the engine's usage, at the end of the first sequence: until 
 prompt counts as computed. If the engine never says, all of it stays so, as UNREPORTED.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Protocol
 
 from engine.errors import RemoteFault
-from engine.request import (
-    BlockRun,
-    FinishReason,
-    Lookup,
-    Request,
-    StepOutput,
-    Timeline,
-    TokenCounts,
-    TokenLogprob,
-)
+from engine.remote.protocol import Told
+from engine.request import BlockRun, Lookup, Request, StepOutput, Timeline, TokenCounts
+from engine.scheduling.lookup import miss_reasons
 from tiers.blocks.keys import prefix_keys, token_bytes
 from tiers.errors import MissReason
 from tiers.telemetry.misses import Absence
@@ -109,29 +102,25 @@ class RunningAnswer:
         self,
         index: int,
         now_ns: int,
-        *,
-        tokens: Sequence[int] = (),
-        logprobs: Sequence[TokenLogprob] = (),
-        prompt_logprobs: Sequence[TokenLogprob] = (),
-        finish: FinishReason | None = None,
+        told: Told,
         error: str | RemoteFault | None = None,
     ) -> StepOutput:
-        """An output of sequence `index`. `finish` ends it."""
-        if finish is not None:
+        """An output of sequence `index`, of what the engine told. A finish ends it."""
+        if told.finish is not None:
             self._live.discard(index)
         if self.over:
             self.count(None)
-        self._num_output += len(tokens)
+        self._num_output += len(told.tokens)
         reasons, lookup = self._reasons, self._lookup
         self._reasons, self._lookup = {}, None  # told once
         return StepOutput(
             request_id=self.request.request_id,
             index=index,
-            tokens=tuple(tokens),
+            tokens=told.tokens,
             counts=self._counts.with_output(self._num_output),
-            finish=finish,
-            logprobs=tuple(logprobs),
-            prompt_logprobs=tuple(prompt_logprobs),
+            finish=told.finish,
+            logprobs=told.logprobs,
+            prompt_logprobs=told.prompt_logprobs,
             miss_reasons=reasons,
             lookup=lookup,
             timeline=self._when._replace(last_token_ns=now_ns),
@@ -187,6 +176,4 @@ class RunningAnswer:
             return {}
         if not self.request.cache:
             return {MissReason.DISABLED: counts.miss}
-        whole = max(0, (counts.prompt - 1) // self._block_size * self._block_size - counts.hit)
-        reasons = {MissReason.ABSENT: whole, MissReason.TAIL: counts.miss - whole}
-        return {reason: tokens for reason, tokens in reasons.items() if tokens}
+        return miss_reasons(counts, MissReason.ABSENT, self._block_size)

@@ -11,26 +11,18 @@ import contextlib
 import logging
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
 
 from engine.engine import EngineStats
-from engine.errors import (
-    EmptyPrompt,
-    EngineClosed,
-    EngineFailed,
-    PromptTooLong,
-    QueueFull,
-    UnknownAdapter,
-)
-from engine.remote.answer import RunningAnswer
+from engine.errors import EngineFailed
+from engine.intake import Intake
 from engine.remote.requests import PromptReports, RemoteRequests
 from engine.remote.upstreams import Upstream, Upstreams
-from engine.request import FinishReason, Request, SamplingParams, StepOutput
-from engine.scheduling.shares import BeginRate
+from engine.request import FinishReason, Request, StepOutput
+from engine.settings import EngineSettings
 from tiers.operations.face import CacheOperations
 from tiers.stats import CacheStats
 
@@ -47,38 +39,28 @@ class RemoteEngine:
         self,
         upstreams: Sequence[Upstream],
         on_outputs: Callable[[Sequence[StepOutput]], None],
+        settings: EngineSettings,
         *,
-        max_waiting: int,
-        check_params: Callable[[SamplingParams], None],
         reports: PromptReports | None = None,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         """`reports` come from a connector; None if the engine runs without it."""
         self._upstreams = Upstreams(upstreams)
-        self._max_waiting = max_waiting
-        self._check_params = check_params
-        self._clock_ns = clock_ns
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="cachesvc-engine", daemon=True)
-        self._lock = threading.Lock()
-        self._submitted: set[str] = set()  # requests in flight; guarded by the lock
-        self._arriving: Counter[str] = Counter()  # prompt tokens not begun, by share; by the lock
-        self._closing = False
-        self._rate = BeginRate()
-        self._num_computed = 0
         self._looking: Future[None] = Future()
         self._operations: CacheOperations | None = None
         self._read_cache: Callable[[], CacheStats] | None = None
-        self.failure: BaseException | None = None  # that ended the engine: it serves nothing more
         self.max_tokens = min(each.remote.max_tokens for each in upstreams)
+        self._intake = Intake(settings, self.max_tokens)
         self._requests = RemoteRequests(
             self._loop,
             self._upstreams,
+            self._intake,
             on_outputs,
+            end=settings.eos_token_ids,
             reports=reports,
             clock_ns=clock_ns,
-            on_begun=self._begun,
-            on_over=self._over,
         )
 
     # Any thread.
@@ -93,21 +75,15 @@ class RemoteEngine:
 
     def submit(self, request: Request) -> None:
         """Queues a request. Raises like `engine.engine.Engine.submit`."""
-        self._check(request)
-        with self._lock:
-            if self.failure is not None:
-                raise EngineFailed(f"the engine has failed: {self.failure}") from self.failure
-            if self._closing:
-                raise EngineClosed("the engine is shutting down")
-            if len(self._submitted) >= self._max_waiting:
-                raise QueueFull(
-                    f"{len(self._submitted)} requests are in flight, as many as are allowed; "
-                    f"try again later"
-                )
-            assert request.request_id not in self._submitted, f"{request.request_id} runs already"
-            self._submitted.add(request.request_id)
-            self._arriving[request.share] += len(request.tokens)
+        for each in self._upstreams.each:
+            each.remote.protocol.check(request)
+        self._intake.accept(request)
         self._post(lambda: self._requests.begin(request, self.failure))
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What ended the engine: it serves nothing more."""
+        return self._intake.failed
 
     def abort(
         self,
@@ -119,10 +95,8 @@ class RemoteEngine:
         self._post(lambda: self._requests.abort(request_id, reason, index))
 
     def predicted_wait_s(self, share: str, num_tokens: int) -> float:
-        """Seconds that a prompt of `share` would wait to begin, at the recent rate."""
-        with self._lock:
-            waiting = Counter(self._arriving)
-        return self._rate.backlog(waiting).wait_s(share, num_tokens)
+        """See `Intake.predicted_wait_s`."""
+        return self._intake.predicted_wait_s(share, num_tokens)
 
     def call(self, function: Callable[[CacheOperations], T]) -> "Future[T]":
         """Runs `function` on the engine's thread."""
@@ -148,8 +122,7 @@ class RemoteEngine:
 
     def in_flight(self) -> frozenset[str]:
         """The submitted requests that have not ended."""
-        with self._lock:
-            return frozenset(self._submitted)
+        return self._intake.in_flight
 
     @property
     def kv_usage(self) -> float:
@@ -161,11 +134,11 @@ class RemoteEngine:
         total, num_decoding = self._upstreams.total, self._requests.num_decoding
         return EngineStats(
             num_running=num_decoding,
-            num_waiting=max(0, len(self._submitted) - num_decoding),
+            num_waiting=max(0, len(self._intake) - num_decoding),
             num_loading=0,
             num_preemptions=int(total("vllm:num_preemptions_total")),
             num_steps=int(total("vllm:iteration_tokens_total_count")),
-            prompt_tokens_computed=self._num_computed,
+            prompt_tokens_computed=self._requests.num_computed,
             jumped_tokens=0,
             cache=self._read_cache(),
             failed=repr(self.failure) if self.failure else None,
@@ -174,20 +147,18 @@ class RemoteEngine:
 
     def fail(self, error: BaseException) -> None:
         """The engine has ended for good: this server can serve no more requests."""
-        with self._lock:
-            if self.failure is not None or self._closing:
-                return
-            self.failure = error
+        if not self._intake.is_open:
+            return
+        self._intake.fail(error)
         logger.critical(f"the engine has failed: {error!r}")
         self._post(partial(self._requests.fail, f"the engine has failed: {error}"))
 
     def close(self, drain_s: float = 0.0) -> None:
         """Refuses new requests, lets running ones finish for `drain_s` seconds, and ends the
         rest."""
-        with self._lock:
-            self._closing = True
+        self._intake.close()
         give_up = time.monotonic() + drain_s
-        while self._submitted and self._thread.is_alive() and time.monotonic() < give_up:
+        while self._intake and self._thread.is_alive() and time.monotonic() < give_up:
             time.sleep(0.01)
         if self._thread.is_alive():
             self._looking.cancel()
@@ -197,25 +168,6 @@ class RemoteEngine:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._loop.close()
-
-    def _check(self, request: Request) -> None:
-        num_tokens = len(request.tokens)
-        if num_tokens == 0:
-            raise EmptyPrompt("the prompt has no tokens; send at least one")
-        if num_tokens >= self.max_tokens:
-            raise PromptTooLong(
-                f"the prompt has {num_tokens} tokens, and at most {self.max_tokens - 1} fit the "
-                f"model's context with one token to generate; shorten it"
-            )
-        self._check_params(request.params)
-        adapters = self._upstreams.each[0].remote.adapters
-        if request.adapter is not None and request.adapter not in adapters:
-            served = ", ".join(adapters) or "none"
-            raise UnknownAdapter(
-                f"no adapter {request.adapter!r} is loaded (loaded: {served})", param="model"
-            )
-        for each in self._upstreams.each:
-            each.remote.protocol.check(request)
 
     def _post(self, command: Callable[[], None]) -> None:
         with contextlib.suppress(RuntimeError):  # closed: all requests in flight have ended
@@ -232,27 +184,7 @@ class RemoteEngine:
         measures how fast work begins."""
         idle = False
         while True:
-            was_idle, idle = idle, not self._submitted
+            was_idle, idle = idle, not self._intake
             await self._upstreams.probe(counting=not (idle and was_idle))
             await asyncio.sleep(LOOK_S)
-            self._measure()
-            self._requests.take_reports()
-
-    def _measure(self) -> None:
-        with self._lock:
-            waiting = Counter(self._arriving)
-        self._rate.look(self._clock_ns(), waiting)
-
-    def _begun(self, request: Request, begun: bool) -> None:
-        with self._lock:
-            self._arriving[request.share] -= len(request.tokens)
-            if not self._arriving[request.share]:
-                del self._arriving[request.share]
-        if begun:
-            self._rate.begun(request.share, len(request.tokens))
-            self._measure()
-
-    def _over(self, answer: RunningAnswer) -> None:
-        self._num_computed += answer.counts.miss
-        with self._lock:
-            self._submitted.discard(answer.request.request_id)
+            self._requests.look()

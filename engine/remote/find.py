@@ -7,10 +7,9 @@ another model, tokenizer or context length.
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum, auto
 from itertools import takewhile
 from pathlib import PurePath
-from typing import Any
+from typing import Any, NamedTuple
 from typing import Protocol as TypingProtocol
 
 from engine.errors import AdapterError, ModelError, RemoteFault
@@ -25,6 +24,13 @@ logger = logging.getLogger(__name__)
 
 # Numbers, spaces, scripts, an emoji, code: where tokenizers of one family part.
 PROBE = "Grüße,  世界! 12345.67 \n\tdef f(x):\n    return {'a': x**2}  🙂 naïve <|im_start|>user"
+_SGLANG = "SGLang"
+# Where engines say what they are, and a field that only they have.
+_SAYS = (
+    ("/server_info", _SGLANG, "tokenizer_path"),
+    ("/get_server_info", _SGLANG, "tokenizer_path"),
+    ("/version", "vLLM", "version"),
+)
 _LARK = 'start: %json {"type": "boolean"}'  # no other backend than llguidance reads it
 
 
@@ -38,52 +44,40 @@ class Meant:
 
     names: Collection[str]
     tokenizer: Encoder
-    end: frozenset[int]
     adapters: Collection[str] = ()
     max_tokens: int | None = None  # None: whatever it has
     tagged: bool = False  # our connector runs there
 
 
-@dataclass(frozen=True, slots=True)
-class FoundEngine:
-    """An engine that serves what is meant. `num_blocks` is the size of its cache, if it says."""
-
-    kind: str
-    version: str
-    remote: Remote
-    num_blocks: int
-
-
-async def find_all(urls: Sequence[str], meant: Meant, key: str = "") -> list[FoundEngine]:
+async def find_all(urls: Sequence[str], meant: Meant, key: str = "") -> list[Remote]:
     """The engines at these URLs, all with one context length."""
-    found: list[FoundEngine] = []
+    found: list[Remote] = []
     for url in urls:
         found.append(await find(url, meant, key))
-        meant = replace(meant, max_tokens=found[0].remote.max_tokens)
+        meant = replace(meant, max_tokens=found[0].max_tokens)
     return found
 
 
-async def find(url: str, meant: Meant, key: str) -> FoundEngine:
+async def find(url: str, meant: Meant, key: str) -> Remote:
     http = EngineHttp(url, key)
     try:
-        found = await _found(http, meant)
+        remote = await _found(http, meant)
     except RemoteFault as fault:
         raise ModelError(f"the engine at {url} cannot be used: {fault}") from None
     finally:
         await http.close()
-    remote = found.remote
     logger.info(
-        f"the engine at {url} is {found.kind} {found.version}; it serves {remote.model} by "
+        f"the engine at {url} is {remote.kind} {remote.version}; it serves {remote.model} by "
         f"{remote.protocol.path}, {remote.max_tokens} tokens of context"
     )
-    return found
+    return remote
 
 
 async def is_no_token_engine(url: str, key: str = "") -> bool:
     """Whether what answers at a URL lists models and is neither vLLM nor SGLang."""
     http = EngineHttp(url, key)
     try:
-        if (await _told(http))[0] != EngineKind.NEITHER:
+        if (await _said(http))[0]:
             return False
         status, answer = await http.ask("GET", "/v1/models")
         return status == 200 and isinstance(answer, dict) and "data" in answer
@@ -93,40 +87,48 @@ async def is_no_token_engine(url: str, key: str = "") -> bool:
         await http.close()
 
 
-async def _found(http: EngineHttp, meant: Meant) -> FoundEngine:
-    kind, status, about = await _told(http)
-    if kind is EngineKind.SGLANG:
-        return await _sglang(http, meant, about)
-    _check_key(http, status)
-    if kind is EngineKind.NEITHER:
+async def _found(http: EngineHttp, meant: Meant) -> Remote:
+    kind, status, about = await _said(http)
+    if not kind:
+        _check_key(http, status)
         raise ModelError(
             f"what answers at {http.url} is neither vLLM nor SGLang: GET /version gives {status}. "
             f"To pass requests on as they are, name it as openai+{http.url}"
         )
-    return await _vllm(http, meant, str(about["version"]))
-
-
-class EngineKind(Enum):
-    VLLM = auto()
-    SGLANG = auto()
-    NEITHER = auto()
-
-
-async def _told(http: EngineHttp) -> tuple[EngineKind, int, Mapping[str, Any]]:
-    """What an engine says that it is, with the status and the answer that tell it."""
-    for path in ("/server_info", "/get_server_info"):
-        status, about = await http.ask("GET", path)
-        if status == 200 and isinstance(about, dict) and "tokenizer_path" in about:
-            return EngineKind.SGLANG, status, about
-    status, about = await http.ask("GET", "/version")
-    if status == 200 and isinstance(about, dict) and "version" in about:
-        return EngineKind.VLLM, status, about
-    return EngineKind.NEITHER, status, {}
-
-
-async def _vllm(http: EngineHttp, meant: Meant, version: str) -> FoundEngine:
-    model, max_tokens, adapters = await _served(http, meant)
+    model, max_tokens = await _served(http, meant)
     await _same_tokenizer(http, meant, model)
+    told = _sglang(about) if kind == _SGLANG else await _vllm(http, meant, model)
+    if not told.block_size:
+        logger.info(f"the engine at {http.url} does not say how long its blocks are; 16 is taken")
+    return Remote(
+        kind=kind,
+        version=str(about.get("version", "")),
+        protocol=told.protocol,
+        model=model,
+        max_tokens=max_tokens,
+        block_size=told.block_size or 16,
+        num_blocks=told.num_blocks,
+    )
+
+
+class _Told(NamedTuple):
+    """How an engine is spoken to, and its cache; 0 where it does not say."""
+
+    protocol: Protocol
+    block_size: int
+    num_blocks: int
+
+
+async def _said(http: EngineHttp) -> tuple[str, int, Mapping[str, Any]]:
+    """What an engine is, empty for neither, with the status and the answer that tell it."""
+    for path, kind, field in _SAYS:
+        status, about = await http.ask("GET", path)
+        if status == 200 and isinstance(about, dict) and field in about:
+            return kind, status, about
+    return "", status, {}
+
+
+async def _vllm(http: EngineHttp, meant: Meant, model: str) -> _Told:
     tokens = meant.tokenizer.encode("one").tolist()
     asked = {"model": model, "prompt": tokens, "max_tokens": 1}
     kind: type[Completions] = Generate
@@ -150,43 +152,17 @@ async def _vllm(http: EngineHttp, meant: Meant, version: str) -> FoundEngine:
     _, metrics = await http.ask("GET", "/metrics")
     cache = labels_in(str(metrics), "vllm:cache_config_info")
     protocol = kind(priorities=priorities == 200, grammars=grammars == 200, tagged=meant.tagged)
-    block_size, num_blocks = (cache.get(name, "") for name in ("block_size", "num_gpu_blocks"))
-    remote = _remote(http, meant, protocol, model, max_tokens, block_size, adapters)
-    return FoundEngine("vLLM", version, remote, int(num_blocks) if num_blocks.isdigit() else 0)
+    said = (cache.get(name, "") for name in ("block_size", "num_gpu_blocks"))
+    return _Told(protocol, *(int(each) if each.isdigit() else 0 for each in said))
 
 
-async def _sglang(http: EngineHttp, meant: Meant, about: Mapping[str, Any]) -> FoundEngine:
-    model, max_tokens, adapters = await _served(http, meant)
-    await _same_tokenizer(http, meant, model)
+def _sglang(about: Mapping[str, Any]) -> _Told:
     protocol = SGLang(deterministic=bool(about.get("enable_deterministic_inference")))
     page = int(about.get("page_size") or 1)
-    remote = _remote(http, meant, protocol, model, max_tokens, str(page), adapters)
-    num_blocks = int(about.get("max_total_num_tokens") or 0) // page
-    return FoundEngine("SGLang", str(about.get("version", "")), remote, num_blocks)
+    return _Told(protocol, page, int(about.get("max_total_num_tokens") or 0) // page)
 
 
-def _remote(
-    http: EngineHttp,
-    meant: Meant,
-    protocol: Protocol,
-    model: str,
-    max_tokens: int,
-    block_size: str,
-    adapters: Collection[str],
-) -> Remote:
-    if not block_size.isdigit():
-        logger.info(f"the engine at {http.url} does not say how long its blocks are; 16 is taken")
-    return Remote(
-        protocol=protocol,
-        model=model,
-        max_tokens=max_tokens,
-        block_size=int(block_size) if block_size.isdigit() else 16,
-        end=meant.end,
-        adapters={name: name for name in adapters},
-    )
-
-
-async def _served(http: EngineHttp, meant: Meant) -> tuple[str, int, Collection[str]]:
+async def _served(http: EngineHttp, meant: Meant) -> tuple[str, int]:
     """The engine's name of the model, and its context length."""
     status, answer = await http.ask("GET", "/v1/models")
     _check_key(http, status)
@@ -215,7 +191,7 @@ async def _served(http: EngineHttp, meant: Meant) -> tuple[str, int, Collection[
             f"the engine at {http.url} has a context of {max_tokens} tokens, not "
             f"{meant.max_tokens} as asked for or as another engine of this model has"
         )
-    return str(model["id"]), max_tokens, meant.adapters
+    return str(model["id"]), max_tokens
 
 
 def _check_key(http: EngineHttp, status: int) -> None:

@@ -18,12 +18,13 @@ from typing import Any
 from typing import Protocol as TypingProtocol
 
 from engine.errors import RemoteAway, RemoteFault
+from engine.intake import Intake
 from engine.remote.answer import Report, RunningAnswer
 from engine.remote.client import ENDED_IN_ERROR, UNREADABLE
 from engine.remote.protocol import Protocol, SequenceAsk, Told, cached_of
 from engine.remote.upstreams import Upstream, Upstreams
 from engine.request import FinishReason, Request, StepOutput
-from engine.scheduling.shares import ServedShares
+from engine.scheduling.shares import BeginRate, ServedShares
 
 logger = logging.getLogger(__name__)
 
@@ -48,13 +49,11 @@ class _Running:
     tasks: dict[int, "asyncio.Task[None]"] = field(default_factory=dict)
     ended: dict[int, FinishReason] = field(default_factory=dict)  # ended by us, with the reason
     done: set[int] = field(default_factory=set)  # the engine has said how they end
-    is_arriving: bool = True  # its prompt has not begun
     is_sent: bool = False  # the engine has all of its prompt
+    error: str | None = None
 
     def sent(self) -> None:
         self.is_sent = True
-
-    error: str | None = None
 
 
 class RemoteRequests:
@@ -68,24 +67,26 @@ class RemoteRequests:
         self,
         loop: asyncio.AbstractEventLoop,
         upstreams: Upstreams,
+        intake: Intake,
         on_outputs: Callable[[Sequence[StepOutput]], None],
         *,
+        end: frozenset[int],
         reports: PromptReports | None,
         clock_ns: Callable[[], int],
-        on_begun: Callable[[Request, bool], None],
-        on_over: Callable[[RunningAnswer], None],
     ) -> None:
-        """`on_begun` is called when a prompt is complete, or with False when it never will be."""
+        """`end` are the model's end-of-answer ids."""
+        self.num_computed = 0  # prompt tokens
         self._loop = loop
         self._upstreams = upstreams
+        self._intake = intake
         self._on_outputs = on_outputs
         self._reports = reports
+        self._end_ids = end
         self._clock_ns = clock_ns
-        self._on_begun = on_begun
-        self._on_over = on_over
         self._running: dict[str, _Running] = {}
         self._outputs: list[StepOutput] = []
         self._shares = ServedShares()
+        self._rate = BeginRate()
 
     @property
     def num_decoding(self) -> int:
@@ -101,14 +102,20 @@ class RemoteRequests:
         running = self._running[request.request_id] = _Running(answer)
         self._shares.enter(request.share)
         if failed is not None:  # accepted just before the engine failed
-            self._end(running, 0, FinishReason.ERROR, f"the engine failed: {failed}")
+            self._tell(running, 0, Told(finish=FinishReason.ERROR), f"the engine failed: {failed}")
             return
         self._spawn(running, 0)
 
-    def take_reports(self) -> None:
-        """Reads what the connector sent: what nobody reads fills its socket."""
+    def look(self) -> None:
+        """Measures how fast work begins, and reads what the connector sent: what nobody reads fills
+        its socket."""
+        self._measure()
         if self._reports is not None:
             self._reports.take()
+
+    def _measure(self) -> None:
+        backlog = self._rate.look(self._clock_ns(), self._intake.arriving)
+        self._intake.backlog = backlog._replace(waiting={})  # the intake counts what arrives
 
     def fail(self, error: str) -> None:
         """Ends every running request with an error."""
@@ -188,25 +195,24 @@ class RemoteRequests:
             return
         if task.cancelled():
             finish = running.ended.get(index, FinishReason.ABORT)
-            self._end(running, index, finish, running.error)
+            self._tell(running, index, Told(finish=finish), running.error)
             return
         if fault is not None and not isinstance(fault, RemoteFault):
             logger.error("a request to the engine failed", exc_info=fault)
             fault = RemoteFault(UNREADABLE)
         fault = fault or RemoteFault("The engine ended the request without saying why.")
-        self._end(running, index, FinishReason.ERROR, running.error or fault)
+        self._tell(running, index, Told(finish=FinishReason.ERROR), running.error or fault)
 
     def _ask(self, request: Request, index: int, upstream: Upstream, priority: int) -> SequenceAsk:
         remote = upstream.remote
-        model = remote.model if request.adapter is None else remote.adapters[request.adapter]
         # A request that must not be cached gets a salt of its own.
         tenant = request.scope.tenant if request.cache else os.urandom(16)
         return SequenceAsk(
             request=request,
             index=index,
             name=f"{request.request_id}:{index}",
-            model=model,
-            end=remote.end,
+            model=request.adapter or remote.model,
+            end=self._end_ids,
             room=remote.max_tokens - len(request.tokens),
             priority=priority,
             salt=salt_of(tenant) if tenant else None,
@@ -229,7 +235,7 @@ class RemoteRequests:
                         running.upstream = upstream
                         self._begin(running, ask)
                     if told.finish is None or told.by_string:
-                        self._tell(running, ask, told._replace(finish=None))
+                        self._tell(running, ask.index, told._replace(finish=None))
                         told = told._replace(tokens=(), logprobs=(), prompt_logprobs=())
                     if told.finish is not None:
                         held = told
@@ -237,7 +243,7 @@ class RemoteRequests:
         if ask.index == 0:
             running.answer.count(cached_of(usage, len(ask.request.tokens)))
         if held is not None:
-            self._tell(running, ask, held)
+            self._tell(running, ask.index, held)
 
     def _begin(self, running: _Running, ask: SequenceAsk) -> None:
         """The prompt is complete. The other sequences begin now and hit it in the cache."""
@@ -246,38 +252,35 @@ class RemoteRequests:
             self._reports.take()
             report = self._reports.of(ask.name)
         running.answer.begin(report, self._clock_ns())
-        self._arrived(running, begun=True)
+        request = running.answer.request
+        self._intake.queued(request)
+        self._rate.begun(request.share, len(request.tokens))
+        self._measure()
         for index in running.answer.live:
             if index not in running.tasks:
                 self._spawn(running, index)
 
-    def _tell(self, running: _Running, ask: SequenceAsk, told: Told) -> None:
+    def _tell(
+        self, running: _Running, index: int, told: Told, error: str | RemoteFault | None = None
+    ) -> None:
         """Queues what was told, if it is anything."""
-        nothing = ask.request.params.max_tokens == 0  # one was generated, as it must
-        tokens = () if nothing else told.tokens
-        logprobs = () if nothing else told.logprobs
-        if not (tokens or told.finish or told.prompt_logprobs):
+        answer, request = running.answer, running.answer.request
+        if request.params.max_tokens == 0:  # one was generated, as it must
+            told = told._replace(tokens=(), logprobs=())
+        if not (told.tokens or told.finish or told.prompt_logprobs):
             return
-        self._shares.charge(ask.request.share, len(tokens))
-        failed = told.finish is FinishReason.ERROR
-        self._queue(
-            running.answer.output(
-                ask.index,
-                self._clock_ns(),
-                tokens=tokens,
-                logprobs=logprobs,
-                prompt_logprobs=told.prompt_logprobs,
-                finish=told.finish,
-                error=RemoteFault(ENDED_IN_ERROR) if failed else None,
-            )
-        )
+        self._shares.charge(request.share, len(told.tokens))
+        if told.finish in (FinishReason.ABORT, FinishReason.ERROR):
+            for each in answer.live:
+                if each != index and each not in running.tasks:
+                    answer.end(each)
+        if told.finish is FinishReason.ERROR:
+            error = error or RemoteFault(ENDED_IN_ERROR)
+        if not self._outputs:
+            self._loop.call_soon(self._flush)
+        self._outputs.append(answer.output(index, self._clock_ns(), told, error))
         if told.finish is not None:
             self._close_if_over(running)
-
-    def _arrived(self, running: _Running, *, begun: bool) -> None:
-        if running.is_arriving:
-            running.is_arriving = False
-            self._on_begun(running.answer.request, begun)
 
     async def _last_report(self, name: str) -> Report | None:
         """The connector's report on an aborted prompt, or None."""
@@ -291,35 +294,18 @@ class RemoteRequests:
                 return report
             await asyncio.sleep(0.01)
 
-    def _end(
-        self,
-        running: _Running,
-        index: int,
-        finish: FinishReason,
-        error: str | RemoteFault | None = None,
-    ) -> None:
-        if finish in (FinishReason.ABORT, FinishReason.ERROR):
-            for each in running.answer.live:
-                if each != index and each not in running.tasks:
-                    running.answer.end(each)
-        self._queue(running.answer.output(index, self._clock_ns(), finish=finish, error=error))
-        self._close_if_over(running)
-
     def _close_if_over(self, running: _Running) -> None:
         request = running.answer.request
         if not running.answer.over or request.request_id not in self._running:
             return
         del self._running[request.request_id]
-        self._arrived(running, begun=False)
+        if not running.answer.has_begun:  # and never will
+            self._intake.queued(request)
         self._shares.leave(request.share)
         if running.upstream is not None:
             running.upstream.served(running.answer.counts)
-        self._on_over(running.answer)
-
-    def _queue(self, output: StepOutput) -> None:
-        if not self._outputs:
-            self._loop.call_soon(self._flush)
-        self._outputs.append(output)
+        self.num_computed += running.answer.counts.miss
+        self._intake.ended(request.request_id)
 
     def _flush(self) -> None:
         outputs, self._outputs = self._outputs, []

@@ -7,8 +7,8 @@ row is left alone for a while. On the loop of the requests, but for what `use` t
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from engine.engine import EngineUse
 from engine.errors import RemoteAway, RemoteBusy, RemoteFault
@@ -25,14 +25,15 @@ PROBE_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remote:
-    """The engine as it was found. `adapters` are its names for ours."""
+    """The engine as it was found. `num_blocks` is the size of its cache, if it says."""
 
     protocol: Protocol
     model: str
     max_tokens: int
     block_size: int
-    end: frozenset[int]
-    adapters: Mapping[str, str] = field(default_factory=dict)
+    kind: str = ""
+    version: str = ""
+    num_blocks: int = 0
 
 
 class Upstream:

@@ -6,7 +6,7 @@ import pytest
 
 from cachesvc.vllm.reports import RequestReport
 from engine.remote.answer import RunningAnswer
-from engine.remote.protocol import finish_of
+from engine.remote.protocol import Told, finish_of
 from engine.request import BlockRun, FinishReason, Request, SamplingParams
 from tiers.blocks.keys import CacheScope, prefix_keys, token_bytes
 from tiers.errors import MissReason
@@ -35,7 +35,7 @@ def admitted(num_tokens: int, report: RequestReport | None, num_cached: int) -> 
 
 def test_hits_by_tier_are_the_reports_and_the_device_has_the_rest():
     report = RequestReport(local=32, hits={"host": 48, "disk": 16}, admitted_ns=12)
-    output = admitted(130, report, 96).output(0, 20, tokens=[7])
+    output = admitted(130, report, 96).output(0, 20, Told((7,)))
     counts = output.counts
     assert (130, 32, 48, 16, 0, 34, 1) == (
         counts.prompt, counts.hit_device, counts.hit_host, counts.hit_disk, counts.hit_remote,
@@ -47,13 +47,17 @@ def test_hits_by_tier_are_the_reports_and_the_device_has_the_rest():
 
 
 def test_without_a_report_all_that_was_cached_was_on_the_device():
-    counts = admitted(64, None, 40).output(0, 20, tokens=[7]).counts
+    counts = admitted(64, None, 40).output(0, 20, Told((7,))).counts
     assert (40, 0, 24) == (counts.hit_device, counts.hit_host, counts.miss)
 
 
 def test_a_hit_stays_one_where_nobody_tells_that_it_was_not_delivered():
     """The connector's report of it is lost."""
-    counts = admitted(64, RequestReport(hits={"host": 48}, admitted_ns=1), 16).output(0, 20).counts
+    counts = (
+        admitted(64, RequestReport(hits={"host": 48}, admitted_ns=1), 16)
+        .output(0, 20, Told())
+        .counts
+    )
     assert (0, 48, 16) == (counts.hit_device, counts.hit_host, counts.miss)
 
 
@@ -61,7 +65,7 @@ def test_a_hit_stays_one_where_nobody_tells_that_it_was_not_delivered():
 def test_what_was_computed_after_a_failed_load_is_no_hit(num_cached):
     """If a part was loaded, vLLM counts all that it asked for as cached."""
     report = RequestReport(local=16, hits={"host": 16}, is_short=True, admitted_ns=1)
-    counts = admitted(100, report, num_cached).output(0, 20).counts
+    counts = admitted(100, report, num_cached).output(0, 20, Told()).counts
     assert (16, 16, 0, 68) == (
         counts.hit_device,
         counts.hit_host,
@@ -72,7 +76,7 @@ def test_what_was_computed_after_a_failed_load_is_no_hit(num_cached):
 
 def test_the_lookup_has_a_run_for_each_tier_and_ends_with_what_was_computed():
     answer = admitted(100, RequestReport(local=16, hits={"host": 32}, admitted_ns=1), 48)
-    first, second = answer.output(0, 20, tokens=[7]), answer.output(0, 21, tokens=[8])
+    first, second = answer.output(0, 20, Told((7,))), answer.output(0, 21, Told((8,)))
     keys = prefix_keys(answer.request.scope.root(), token_bytes(range(100)), SIZE)
     assert (
         BlockRun(TierName.DEVICE, 0, 16, 1, keys[0]),
@@ -85,19 +89,19 @@ def test_the_lookup_has_a_run_for_each_tier_and_ends_with_what_was_computed():
 
 @pytest.mark.parametrize("cached", [0, 16, 48, 63])
 def test_the_reasons_sum_to_the_miss(cached):
-    output = admitted(64, None, cached).output(0, 20)
+    output = admitted(64, None, cached).output(0, 20, Told())
     assert output.counts.miss == sum(output.miss_reasons.values())
 
 
 def test_until_the_engine_tells_all_counts_as_computed_and_no_reason_is_told():
     answer = RunningAnswer(request(64), SIZE, now_ns=1)
     answer.begin(None, now_ns=2)
-    first = answer.output(0, 3, tokens=[7])
+    first = answer.output(0, 3, Told((7,)))
     assert (64, 0, None, {}) == (
         first.counts.prompt, first.counts.hit, first.lookup, first.miss_reasons,
     )  # fmt: skip
     answer.count(48)
-    last = answer.output(0, 4, tokens=[8], finish=FinishReason.STOP)
+    last = answer.output(0, 4, Told((8,), finish=FinishReason.STOP))
     assert (48, {MissReason.TAIL: 16}) == (last.counts.hit, last.miss_reasons)
     assert last.lookup is not None
 
@@ -105,7 +109,7 @@ def test_until_the_engine_tells_all_counts_as_computed_and_no_reason_is_told():
 def test_what_is_never_told_stays_a_miss_that_nobody_reported():
     answer = RunningAnswer(request(64), SIZE, now_ns=1)
     answer.begin(None, now_ns=2)
-    last = answer.output(0, 3, tokens=[7], finish=FinishReason.ABORT)
+    last = answer.output(0, 3, Told((7,), finish=FinishReason.ABORT))
     assert (64, {MissReason.UNREPORTED: 64}) == (last.counts.miss, last.miss_reasons)
     assert last.lookup is not None and last.lookup.stop is MissReason.UNREPORTED
 
@@ -114,7 +118,7 @@ def test_a_request_without_the_cache_says_so():
     answer = RunningAnswer(request(64, cache=False), SIZE, now_ns=1)
     answer.begin(None, now_ns=2)
     answer.count(None)
-    output = answer.output(0, 3)
+    output = answer.output(0, 3, Told())
     assert {MissReason.DISABLED: 64} == output.miss_reasons
     assert MissReason.DISABLED is output.lookup.stop
 
@@ -136,7 +140,7 @@ def test_a_request_without_the_cache_says_so():
 def test_a_prompt_that_was_cut_short_counts_what_was_done(report, prompt, hit):
     answer = RunningAnswer(request(100), SIZE, now_ns=1)
     answer.cut_short(report)
-    output = answer.output(0, 9, finish=FinishReason.ABORT)
+    output = answer.output(0, 9, Told(finish=FinishReason.ABORT))
     assert (prompt, hit, True) == (output.counts.prompt, output.counts.hit, output.last)
     assert output.counts.hit + output.counts.miss == output.counts.prompt
 
@@ -144,7 +148,7 @@ def test_a_prompt_that_was_cut_short_counts_what_was_done(report, prompt, hit):
 def test_a_prompt_that_was_cut_short_in_silence_is_an_unreported_miss():
     answer = RunningAnswer(request(100), SIZE, now_ns=1)
     answer.cut_short(None, unreported=True)
-    output = answer.output(0, 9, finish=FinishReason.ABORT)
+    output = answer.output(0, 9, Told(finish=FinishReason.ABORT))
     assert (100, 0) == (output.counts.prompt, output.counts.hit)
     assert {MissReason.UNREPORTED: 100} == output.miss_reasons
 
@@ -152,9 +156,9 @@ def test_a_prompt_that_was_cut_short_in_silence_is_an_unreported_miss():
 def test_only_the_last_sequence_ends_the_request():
     answer = RunningAnswer(request(20, n=3), SIZE, now_ns=1)
     answer.begin(None, now_ns=2)
-    assert not answer.output(1, 3, tokens=[1], finish=FinishReason.STOP).last
+    assert not answer.output(1, 3, Told((1,), finish=FinishReason.STOP)).last
     answer.end(2)
-    last = answer.output(0, 3, tokens=[1, 2], finish=FinishReason.LENGTH)
+    last = answer.output(0, 3, Told((1, 2), finish=FinishReason.LENGTH))
     assert (True, 3) == (last.last, last.counts.output)
 
 

@@ -19,6 +19,7 @@ from engine.remote.metrics import counters_in, labels_in
 from engine.remote.upstreams import Remote, Upstream
 from engine.remote.vllm import TAG, Completions
 from engine.request import FinishReason, Request, SamplingParams, StepOutput
+from engine.settings import EngineSettings
 from tiers.blocks.contents import Content
 from tiers.blocks.keys import CacheScope
 from tiers.errors import MissReason
@@ -102,11 +103,10 @@ class House:
             model="m",
             max_tokens=100,
             block_size=16,
-            end=frozenset({0}),
         )
         upstreams = [Upstream(cast(Any, http), remote) for http in self.https]
         self.engine = RemoteEngine(
-            upstreams, self._hear, max_waiting=4, check_params=lambda params: None
+            upstreams, self._hear, EngineSettings(max_waiting=4, eos_token_ids=frozenset({0}))
         )
         self.engine.use(cast(Any, object()), lambda: cast(Any, None))
         self.engine.start()

@@ -42,9 +42,10 @@ from engine.models.describe import Spoken, describe_folder
 from engine.promise import Equal, Promise
 from engine.remote.client import EngineHttp
 from engine.remote.engine import RemoteEngine
-from engine.remote.find import FoundEngine, Meant, find_all
-from engine.remote.upstreams import Upstream
+from engine.remote.find import Meant, find_all
+from engine.remote.upstreams import Remote, Upstream
 from engine.request import StepOutput
+from engine.settings import EngineSettings
 from tiers.blocks.keys import CacheScope
 from tiers.blocks.layout import BlockLayout
 from tiers.node.messages import engine_layout
@@ -69,6 +70,7 @@ def build(
     logger.info(promise.text)
     spoken = describe_folder(settings.model.name, models_path(settings.server.data_dir), progress)
     adapters = read_adapters(settings.model.adapters)
+    digests = {name: adapter.digest for name, adapter in adapters.items()}
     with ExitStack() as opening:
         if settings.engine.urls:
             place = _Place(settings.engine.urls, asked_context=asked_context(settings))
@@ -77,7 +79,6 @@ def build(
         meant = Meant(
             names=(settings.model.name, str(spoken.folder)),
             tokenizer=spoken.tokenizer,
-            end=spoken.eos_token_ids,
             adapters=tuple(adapters),
             max_tokens=place.asked_context,
             tagged=place.reports is not None,
@@ -87,17 +88,21 @@ def build(
         found, num_blocks = all_found[0], sum(each.num_blocks for each in all_found)
         engine = RemoteEngine(
             [
-                Upstream(EngineHttp(url, key, settings.engine.max_time), each.remote)
+                Upstream(EngineHttp(url, key, settings.engine.max_time), each)
                 for url, each in zip(place.urls, all_found, strict=True)
             ],
             on_outputs,
-            max_waiting=settings.engine.max_waiting,
-            check_params=partial(check_params, vocab_size=spoken.vocab_size),
+            EngineSettings(
+                max_waiting=settings.engine.max_waiting,
+                eos_token_ids=spoken.eos_token_ids,
+                adapters=digests,
+                check_params=partial(check_params, vocab_size=spoken.vocab_size),
+            ),
             reports=place.reports,
         )
         engine.start()
         opening.callback(engine.close)
-        layout = engine_layout(1, 1, found.remote.block_size, "float32")
+        layout = engine_layout(1, 1, found.block_size, "float32")
         scope = CacheScope(weights=str(spoken.folder).encode(), tokenizer=spoken.tokenizer.digest)
         facts: Mapping[str, str] = {}
         operations: BlocksElsewhere = NoBlocks()
@@ -122,7 +127,6 @@ def build(
         grammars = compiler_for(spoken)
         opening.callback(grammars.close)
         opening.callback(engine.close)  # before the node's part, which serves running requests
-        digests = {name: adapter.digest for name, adapter in adapters.items()}
         return CoreElsewhere(
             loaded=ModelElsewhere(
                 name=settings.model.name,
@@ -285,7 +289,7 @@ def _ready(reports: Reports | None) -> Ready | None:
     return reports.engine
 
 
-def _facts(engine: RemoteEngine, found: FoundEngine, layout: BlockLayout) -> Mapping[str, str]:
+def _facts(engine: RemoteEngine, found: Remote, layout: BlockLayout) -> Mapping[str, str]:
     """As those of the embedded engine."""
     _, about = engine.ask("GET", "/server_info?config_format=json").result()
     config = about["vllm_config"]
