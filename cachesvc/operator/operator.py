@@ -18,8 +18,6 @@ from api.errors import CacheNotKept, CacheNotPaid
 from api.job import Kept
 from billing.reports.receipts import ReceiptSigner
 from cachesvc.operator.purge import (
-    Done,
-    Order,
     keep_receipt,
     purge_unserved,
     receipt,
@@ -32,6 +30,7 @@ from tiers.blocks.chain import Chain, KeyedPrefix
 from tiers.blocks.keys import PrefixKey
 from tiers.errors import NotSaved
 from tiers.operations.face import BlockOperations, CacheOperations
+from tiers.operations.purge import Purged
 from tiers.policy.retention import Pin, PinError, PinKind
 
 T = TypeVar("T")
@@ -127,13 +126,22 @@ class CacheOperator:
     async def purge(self, kind: str, name: str, *, by: str, why: str) -> dict[str, Any]:
         """Purges a tenant or group from every tier. Returns the signed receipt, also stored as a
         file. Raises PurgeFailed and NotSaved."""
-        started_s = time.time()
-        order = Order(kind=kind, name=name, by=by, why=why, started_s=started_s)
-        roots = await asyncio.to_thread(roots_to_purge, self._data_dir, name, ScopeKind(kind))
+        started_s, whose = time.time(), ScopeKind(kind)
+        roots = await asyncio.to_thread(roots_to_purge, self._data_dir, name, whose)
         if self._forget_owner is not None:
-            await self._forget_owner(ScopeKind(kind), name)
+            await self._forget_owner(whose, name)
         done = await self._purge(roots)
-        signed = receipt(self._signer, order, done, self._elsewhere)
+        signed = receipt(
+            self._signer,
+            whose,
+            name,
+            done,
+            live=True,
+            by=by,
+            why=why,
+            started_s=started_s,
+            elsewhere=self._elsewhere,
+        )
         try:
             await asyncio.to_thread(keep_receipt, self._data_dir, signed)
         except OSError as error:
@@ -191,22 +199,13 @@ class CacheOperator:
         wall_s = time.time()
         return [_kept(pin, wall_s + pin.until_s - now_s) for pin in pins if pin.owner == owner]
 
-    async def _purge(self, roots: Collection[PrefixKey]) -> Done:
+    async def _purge(self, roots: Collection[PrefixKey]) -> Purged:
         await self._settle_storage()
         purged = await self._done(lambda cache: cache.purge(roots))
         self._forget(purged.pins)
         await self._saved()
         rest = await asyncio.to_thread(purge_unserved, self._data_dir, roots)
-        done = Done(
-            roots=purged.roots,
-            removed={str(tier): gone for tier, gone in purged.removed.items()},
-            checkpoints={str(tier): gone for tier, gone in purged.checkpoints.items()},
-            pins=purged.pins,
-            in_use=purged.in_use,
-            num_left=purged.num_left,
-            live=True,
-        )
-        return together(done, rest)
+        return together(purged, rest)
 
     async def _call(self, work: Callable[[CacheOperations], T]) -> T:
         return await asyncio.wrap_future(self._call_engine(work))

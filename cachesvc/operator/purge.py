@@ -9,7 +9,7 @@ the server's public key can verify it (`billing.reports.receipts`).
 import json
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,31 +28,10 @@ from tiers.disk.inspection.maintenance import count, purge
 from tiers.disk.inspection.opening import open_disks
 from tiers.disk.pin_file import load_pins, save_pins
 from tiers.errors import ConfigurationError, PurgeFailed, TierError
-from tiers.tier import Removed
+from tiers.operations.purge import Purged
+from tiers.tier import Removed, TierName
 
 RECEIPTS = "receipts"  # folder of the data directory
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
-    kind: str  # tenant or group
-    name: str
-    by: str
-    why: str
-    started_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Done:
-    """The result of a purge, by tier name."""
-
-    roots: Collection[PrefixKey]
-    removed: Mapping[str, Removed]
-    checkpoints: Mapping[str, Removed]  # of a model with recurrent states
-    pins: Collection[str]
-    in_use: int
-    num_left: int
-    live: bool
 
 
 def roots_to_purge(data_dir: Path, name: str, kind: ScopeKind) -> Collection[PrefixKey]:
@@ -63,22 +42,31 @@ def roots_to_purge(data_dir: Path, name: str, kind: ScopeKind) -> Collection[Pre
 
 
 def receipt(
-    signer: ReceiptSigner, order: Order, done: Done, elsewhere: Sequence[str] = ()
+    signer: ReceiptSigner,
+    kind: ScopeKind,
+    name: str,
+    done: Purged,
+    *,
+    live: bool,
+    by: str,
+    why: str,
+    started_s: float,
+    elsewhere: Sequence[str] = (),
 ) -> dict[str, Any]:
     """The signed receipt. Raises PurgeFailed if blocks were left. It names the models whose engines
     are `elsewhere`: what they cache leaves as they need room."""
     if done.num_left:
-        raise PurgeFailed(f"{done.num_left} blocks of {order.kind} {order.name} were left")
+        raise PurgeFailed(f"{done.num_left} blocks of {kind} {name} were left")
     states = {
-        tier: {"count": gone.num_blocks, "bytes": gone.stored_bytes}
+        str(tier): {"count": gone.num_blocks, "bytes": gone.stored_bytes}
         for tier, gone in done.checkpoints.items()
     }
     receipt = {
         "what": "cache.purge",
-        str(order.kind): order.name,
+        str(kind): name,
         "scopes": sorted(root.hex() for root in done.roots),
         "tiers": {
-            tier: {"blocks": gone.num_blocks, "bytes": gone.stored_bytes}
+            str(tier): {"blocks": gone.num_blocks, "bytes": gone.stored_bytes}
             for tier, gone in done.removed.items()
         },
         **({"checkpoints": states} if states else {}),
@@ -86,10 +74,10 @@ def receipt(
         "pins_ended": sorted(done.pins),
         "blocks_left": 0,
         **({"not_reached": list(elsewhere)} if elsewhere else {}),
-        "server": "running" if done.live else "stopped",
-        "by": order.by,
-        "why": order.why,
-        "started_ns": int(order.started_s * 1e9),
+        "server": "running" if live else "stopped",
+        "by": by,
+        "why": why,
+        "started_ns": int(started_s * 1e9),
         "finished_ns": time.time_ns(),
     }
     return signer.sign(receipt)
@@ -103,7 +91,7 @@ def keep_receipt(data_dir: Path, signed: Mapping[str, Any]) -> Path:
     return path
 
 
-def purge_stopped(data_dir: Path, roots: Collection[PrefixKey]) -> Done:
+def purge_stopped(data_dir: Path, roots: Collection[PrefixKey]) -> Purged:
     """Purges the disk of a stopped server, and of its node.
 
     Raises DirectoryLocked if either is running, and ConfigurationError if there is no disk tier, if
@@ -113,7 +101,7 @@ def purge_stopped(data_dir: Path, roots: Collection[PrefixKey]) -> Done:
     return together(first, rest)
 
 
-def purge_unserved(data_dir: Path, roots: Collection[PrefixKey]) -> list[Done]:
+def purge_unserved(data_dir: Path, roots: Collection[PrefixKey]) -> list[Purged]:
     """Purges what a data directory has from another engine, or from a disk tier that is turned off
     now. Raises PurgeFailed if that is impossible."""
     folders = [each for each in _tiers_of(data_dir) if read_meta(each) and not is_locked(each)]
@@ -123,20 +111,20 @@ def purge_unserved(data_dir: Path, roots: Collection[PrefixKey]) -> list[Done]:
         raise PurgeFailed(str(error)) from error
 
 
-def together(first: Done, rest: Sequence[Done]) -> Done:
-    """The result of several purges of the same scopes; how and where it ran is the first's."""
+def together(first: Purged, rest: Sequence[Purged]) -> Purged:
+    """The result of several purges of the same scopes."""
     every = [first, *rest]
     return replace(
         first,
         removed=_sum([each.removed for each in every]),
         checkpoints=_sum([each.checkpoints for each in every]),
-        pins=[name for each in every for name in each.pins],
+        pins=tuple(name for each in every for name in each.pins),
         num_left=sum(each.num_left for each in every),
     )
 
 
-def _sum(parts: Sequence[Mapping[str, Removed]]) -> Mapping[str, Removed]:
-    total: dict[str, Removed] = {}
+def _sum(parts: Sequence[Mapping[TierName, Removed]]) -> Mapping[TierName, Removed]:
+    total: dict[TierName, Removed] = {}
     for part in parts:
         for tier, gone in part.items():
             total[tier] = total.get(tier, Removed()).plus(gone)
@@ -151,7 +139,7 @@ def _tiers_of(data_dir: Path) -> list[Path]:
     return of_node if of_node and read_meta(own) is None else [own, *of_node]
 
 
-def _purge_folder(folder: Path, roots: Collection[PrefixKey]) -> Done:
+def _purge_folder(folder: Path, roots: Collection[PrefixKey]) -> Purged:
     if places := read_elsewhere(folder):
         raise ConfigurationError(
             f"there are also blocks in {', '.join(places)}; start the server, and purge through it"
@@ -177,12 +165,11 @@ def _purge_folder(folder: Path, roots: Collection[PrefixKey]) -> Done:
         finally:
             for lock in locks:
                 lock.release()
-    return Done(
-        roots=roots,
-        removed={"disk": gone},
-        checkpoints={"disk": states} if of_groups else {},
-        pins=ended,
+    return Purged(
+        roots=tuple(roots),
+        removed={TierName.DISK: gone},
         in_use=0,
+        pins=tuple(ended),
         num_left=num_left,
-        live=False,
+        checkpoints={TierName.DISK: states} if of_groups else {},
     )

@@ -15,7 +15,7 @@ from cachesvc.cli.money.books import DatabaseUrl, books
 from cachesvc.cli.options import DataDir, existing_data_dir
 from cachesvc.cli.render import AsJson, answer, confirm, fail
 from cachesvc.config.places import found_disk
-from cachesvc.operator.purge import Order, keep_receipt, purge_stopped, receipt, roots_to_purge
+from cachesvc.operator.purge import keep_receipt, purge_stopped, receipt, roots_to_purge
 from cachesvc.operator.scopes import ScopeKind, salt_of
 from cachesvc.operator.secret import read_secret
 from cachesvc.server.kept_turns import forget_stored
@@ -72,7 +72,7 @@ def _purge_live(path: Path, kind: ScopeKind, name: str, why: str) -> Mapping[str
 def _purge_stopped(
     path: Path, kind: ScopeKind, name: str, why: str, database_url: str | None
 ) -> Mapping[str, Any]:
-    order = Order(kind=kind, name=name, by=actor(), why=why, started_s=time.time())
+    by, started_s = actor(), time.time()
     roots = roots_to_purge(path, name, kind)
     if not roots:
         fail(f"no model was served from {path} yet, so {kind} {name} has no blocks there")
@@ -82,10 +82,11 @@ def _purge_stopped(
         owner = owner_of(salt_of(Salts(read_secret(path)), name, kind))
         done = purge_stopped(path, roots)
         forget_stored(path, owner)
-        signed = receipt(ReceiptSigner.open(path), order, done)
+        signer = ReceiptSigner.open(path)
+        signed = receipt(signer, kind, name, done, live=False, by=by, why=why, started_s=started_s)
         keep_receipt(path, signed)
         record = open_books.accounts.trail.record
-        record("cache.purge", name, by=order.by, after=signed, reason=why)
+        record("cache.purge", name, by=by, after=signed, reason=why)
     return signed
 
 
