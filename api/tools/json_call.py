@@ -1,24 +1,28 @@
-"""Incremental reader of one call as a JSON object: `{"name": "f", "arguments": {...}}`."""
+"""Incremental reader of calls as JSON objects: `{"name": "f", "arguments": {...}}`."""
 
 import json
+import re
 from collections.abc import Collection
-from enum import Enum, auto
+from typing import Any, Final
 
-from api.tools.pieces import CallArguments, CallStart, Piece
+from api.tools.pieces import CallArguments, CallStart, Piece, Prose, Step, Stepwise
 
-ARGUMENTS = frozenset({"arguments", "parameters"})
-_SPACE = " \t\r\n"
+ARGUMENTS: Final = ("arguments", "parameters")
+HEAD_CHARS: Final = 4096  # of an object, within which its name and its first brace are looked for
+_BEGIN = re.compile(r'\s*(?:\{\s*(?:["}]|$)|$)')  # of an object
+_BEFORE_KEY = re.compile(r"\s*(?:\{\s*)?")
+_STRING = r'"(?:[^"\\]|\\.)*"'
+_NAME = re.compile(rf'\s*\{{\s*(?:"(?:type|id)"\s*:\s*{_STRING}\s*,\s*)*"name"\s*:\s*({_STRING})')
+_ARGUMENTS = re.compile(rf'\s*,\s*"(?:{"|".join(ARGUMENTS)})"\s*:\s*(?=\{{)')
 
 
 class ValueReader:
-    """Finds the end of one JSON value. The caller must skip white space before it."""
+    """Finds the end of one JSON object or list, which the text begins with."""
 
     def __init__(self) -> None:
         self._depth = 0
         self._in_string = False
         self._escaped = False
-        self._scalar = False
-        self._begun = False
         self.done = False
 
     def feed(self, text: str, start: int = 0) -> int:
@@ -26,7 +30,7 @@ class ValueReader:
         for place in range(start, len(text)):
             if self._take(text[place]):
                 self.done = True
-                return place if self._scalar else place + 1
+                return place + 1
         return len(text)
 
     def _take(self, char: str) -> bool:
@@ -37,49 +41,29 @@ class ValueReader:
                 self._escaped = True
             elif char == '"':
                 self._in_string = False
-                return not self._depth
-            return False
-        if self._scalar:
-            return char in ",}]" or char in _SPACE
-        if char == '"':
+        elif char == '"':
             self._in_string = True
         elif char in "{[":
             self._depth += 1
         elif char in "}]":
             self._depth -= 1
             return self._depth <= 0
-        elif not self._begun:
-            self._scalar = True
-        self._begun = True
         return False
-
-
-class _State(Enum):
-    OPEN = auto()  # before the brace
-    KEY = auto()  # before a key, or the end
-    COLON = auto()
-    BEFORE = auto()  # before a value
-    VALUE = auto()
-    AFTER = auto()  # before a comma or the end
 
 
 class CallReader:
     """Reads one object. Ends as `done` or as `failed`, which means it was no call; `raw` is its
     text.
 
-    If `names` are given, only an object that names one of them is a call.
+    Arguments come as the model writes them if the name is before them, as in every template known;
+    else at the object's end. If `names` are given, only an object that names one of them is a call.
     """
 
     def __init__(self, index: int, names: Collection[str] | None = None) -> None:
         self._index = index
         self._names = names
-        self._state = _State.OPEN
-        self._reader = ValueReader()
-        self._key = ""
-        self._value = ""
-        self._name: str | None = None
-        self._arguments = ""  # read before the name
-        self._has_arguments = False
+        self._object = ValueReader()
+        self._arguments = ValueReader()
         self.raw = ""
         self.started = False
         self.done = False
@@ -87,112 +71,95 @@ class CallReader:
 
     def feed(self, text: str) -> tuple[list[Piece], str]:
         """The pieces of `text`, and the rest of it after the object."""
-        pieces: list[Piece] = []
-        place = 0
-        while place < len(text) and not self.done and not self.failed:
-            if self._state in (_State.VALUE, _State.KEY) and self._value:
-                place = self._read_value(text, place, pieces)
-            else:
-                place = self._between(text[place], place, pieces)
-        self.raw += text[:place]
-        return pieces, text[place:]
+        blank = 0 if self.raw.strip() else len(text) - len(text.lstrip())
+        if len(self.raw) < HEAD_CHARS and not _BEGIN.match(seen := self.raw + text):
+            self.failed, place = True, len(_BEFORE_KEY.match(seen)[0])  # type: ignore[index]
+            self.raw, rest = seen[:place], seen[place:]
+            return [], rest
+        end = self._object.feed(text, blank)
+        new, rest = text[:end], text[end:]
+        self.raw += new
+        pieces = self._argued(new) if self.started else self._begun()
+        if self._object.done and not self.failed:
+            pieces += [] if self.started else self._whole()
+            self.done = not self.failed
+        return pieces, rest
 
-    def _between(self, char: str, place: int, pieces: list[Piece]) -> int:
-        """Reads one character outside keys and values; returns the next index."""
-        if char in _SPACE:
-            return place + 1
-        match self._state, char:
-            case _State.OPEN, "{":
-                self._state = _State.KEY
-            case (_State.KEY, '"') | (_State.BEFORE, _):
-                if self._state is _State.BEFORE:
-                    self._state = _State.VALUE
-                self._reader, self._value = ValueReader(), char
-                self._reader.feed(char)
-                if self._state is _State.VALUE and self._streams:
-                    pieces += self._argue(char)
-            case _State.COLON, ":":
-                self._state = _State.BEFORE
-            case _State.AFTER, ",":
-                self._state = _State.KEY
-            case ((_State.AFTER | _State.KEY), "}"):
-                self._end(pieces)
-            case _:
-                self._fail()
-                return place
-        return place + 1
-
-    @property
-    def _streams(self) -> bool:
-        """Whether the value's text is passed on as it comes: arguments that are an object."""
-        return self._key in ARGUMENTS and self._value[:1] == "{" and not self._has_arguments
-
-    def _read_value(self, text: str, place: int, pieces: list[Piece]) -> int:
-        end = self._reader.feed(text, place)
-        new = text[place:end]
-        if self._state is _State.VALUE and self._streams and new:
-            pieces += self._argue(new)
-        self._value += new
-        if self._reader.done:
-            self._take_value(pieces)
-        return end
-
-    def _take_value(self, pieces: list[Piece]) -> None:
-        value = self._value
-        if self._state is _State.KEY:
-            self._key, self._state = _text(value) or "", _State.COLON
-        else:
-            if self._key == "name":
-                self._learn(_text(value), pieces)
-            elif self._key in ARGUMENTS and not self._has_arguments:
-                if value[:1] != "{":  # arguments as a string, or null
-                    pieces += self._argue(_text(value) or "{}")
-                self._has_arguments = True
-            self._state = _State.AFTER
-        self._value = ""
-
-    def _learn(self, name: str | None, pieces: list[Piece]) -> None:
-        if self._name is not None:
-            return
-        if not name or (self._names is not None and name not in self._names):
-            self._fail()
-            return
-        self._name = name
-        if self._arguments:
-            pieces += self._argue("")
-
-    def _argue(self, text: str) -> list[Piece]:
-        if self._name is None:
-            self._arguments += text
+    def _begun(self) -> list[Piece]:
+        """The call's start, once its name and the brace of its arguments are known."""
+        if (found := _NAME.match(self.raw[:HEAD_CHARS])) is None:
             return []
-        pieces: list[Piece] = []
-        if not self.started:
-            self.started = True
-            pieces.append(CallStart(self._index, self._name))
-        text, self._arguments = self._arguments + text, ""
-        if text:
-            pieces.append(CallArguments(self._index, text))
-        return pieces
-
-    def _end(self, pieces: list[Piece]) -> None:
-        if self._name is None:
-            self._fail()
-            return
-        if not self._has_arguments:
-            pieces += self._argue("{}")
-        self.done = True
-
-    def _fail(self) -> None:
-        if self.started:
-            self.done = True
-        else:
+        name = json.loads(found[1], strict=False)
+        if not self._is_known(name):
             self.failed = True
+            return []
+        if (before := _ARGUMENTS.match(self.raw, found.end())) is None:
+            return []
+        self.started = True
+        return [CallStart(self._index, name), *self._argued(self.raw[before.end() :])]
+
+    def _is_known(self, name: object) -> bool:
+        return isinstance(name, str) and (name in self._names if self._names else bool(name))
+
+    def _argued(self, text: str) -> list[Piece]:
+        said = "" if self._arguments.done else text[: self._arguments.feed(text)]
+        return [CallArguments(self._index, said)] if said else []
+
+    def _whole(self) -> list[Piece]:
+        """The call in an object that has ended, whatever the order of its fields."""
+        try:
+            read = json.loads(self.raw, strict=False)
+        except (ValueError, RecursionError):
+            read = {}
+        name = read.get("name")
+        if not self._is_known(name):
+            self.failed = True
+            return []
+        given: Any = next((read[key] for key in ARGUMENTS if key in read), {})
+        written = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+        plain = written if written.lstrip()[:1] == "{" else "{}"
+        return [CallStart(self._index, name), CallArguments(self._index, plain)]
 
 
-def _text(value: str) -> str | None:
-    """The value of a JSON string; None for anything else."""
-    try:
-        read = json.loads(value, strict=False)
-    except ValueError:
-        return None
-    return read if isinstance(read, str) else None
+class CallParser(Stepwise):
+    """Base of parsers of answers with calls in them. A step is `_say` outside of calls, `_read` in
+    a JSON object that may be one, and `_after` one that was."""
+
+    _say: Step
+    _after: Step
+
+    def __init__(self) -> None:
+        self._prose = Prose()
+        self._step = self._say
+        self._reader = CallReader(0)
+        self._before = ""  # of the object: it is text too if that is no call
+        self._num_calls = 0
+
+    def finish(self) -> list[Piece]:
+        pieces: list[Piece] = []
+        if self._step == self._say:
+            pieces += self._prose.say(self._buffer)
+        elif self._step == self._read and not self._reader.started:
+            pieces += self._prose.say(self._before + self._reader.raw)
+        return pieces + self._prose.finish()
+
+    def _open(self, before: str, names: Collection[str] | None = None) -> None:
+        """Reads an object from here on."""
+        self._reader, self._before = CallReader(self._num_calls, names), before
+        self._step = self._read
+
+    def _read(self, pieces: list[Piece]) -> bool:
+        reader = self._reader
+        read, self._buffer = reader.feed(self._buffer)
+        pieces += read
+        if reader.failed:
+            pieces += self._prose.say(self._before + reader.raw)
+            self._step = self._say
+        elif reader.done:
+            self._end_call()
+            self._step = self._after
+        return reader.failed or reader.done
+
+    def _end_call(self) -> None:
+        self._prose.drop()
+        self._num_calls += 1

@@ -81,6 +81,16 @@ CASES: list[tuple[Callable[[], Parser], str, Made]] = [
         '<tool_call>{"nome": 1.5, "b": true}</tool_call>',
         ("", '<tool_call>{"nome": 1.5, "b": true}</tool_call>', []),
     ),
+    (
+        HermesParser,
+        '<tool_call>{"arguments": {"b": [1.5, "é"]}, "name": "get", "id": 3}</tool_call>',
+        ("", "", [("get", '{"b": [1.5, "é"]}')]),
+    ),
+    (
+        HermesParser,
+        '<tool_call>{"type": "function", "name": "get", "arguments": {"a": 1',
+        ("", "", [("get", '{"a": 1')]),
+    ),
     (HermesParser, '<tool_call>{"name": "g', ("", '<tool_call>{"name": "g', [])),
     (
         HermesParser,
