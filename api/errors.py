@@ -27,6 +27,26 @@ from tiers import errors as tier_errors
 logger = logging.getLogger(__name__)
 
 HELD_RETRY_S = 1  # when a running request ends is not known
+_KINDS: Final = {402: "insufficient_quota", 403: "permission_error", 429: "rate_limit_error"}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What clients see of one class of errors."""
+
+    status: int
+    code: str | None = None
+    retry_after_s: int | None = None
+    public: str | None = None  # instead of the error's own words, which tell of the inside
+    kind: str = ""  # unless the status tells
+
+    @property
+    def type(self) -> str:
+        other = "invalid_request_error" if self.status < 500 else "server_error"
+        return self.kind or _KINDS.get(self.status, other)
+
+
+TABLE: Final[dict[type[Exception], Row]] = {}
 
 
 class ApiError(Exception):
@@ -43,88 +63,91 @@ class ApiError(Exception):
         self.param = param
         self.headers = dict(headers or {})
 
+    def __init_subclass__(cls, *, status: int, code: str, retry_after_s: int | None = None) -> None:
+        TABLE[cls] = Row(status, code, retry_after_s)
 
-class InvalidRequest(ApiError):
+
+class InvalidRequest(ApiError, status=400, code="invalid_value"):
     """A field of the request is wrong."""
 
 
-class NotJson(InvalidRequest):
+class NotJson(InvalidRequest, status=400, code="invalid_json"):
     """The body is not a JSON object."""
 
 
-class ContextLengthExceeded(InvalidRequest):
+class ContextLengthExceeded(InvalidRequest, status=400, code="context_length_exceeded"):
     """Prompt and completion together exceed the model's context."""
 
 
-class Unsupported(InvalidRequest):
+class Unsupported(InvalidRequest, status=400, code="unsupported_parameter"):
     """The request uses a feature that this server or model cannot serve."""
 
 
-class BodyTooLarge(ApiError):
+class BodyTooLarge(ApiError, status=413, code="request_too_large"):
     """The body exceeds the configured limit."""
 
 
-class BodyEncoded(ApiError):
+class BodyEncoded(ApiError, status=415, code="unsupported_encoding"):
     """The body is compressed."""
 
 
-class ModelNotFound(ApiError):
+class ModelNotFound(ApiError, status=404, code="model_not_found"):
     """No model of that name is served here."""
 
 
-class NotServed(ApiError):
+class NotServed(ApiError, status=404, code="not_served"):
     """The route is one of other servers, and this one does not have it."""
 
 
-class RequestNotFound(ApiError):
+class RequestNotFound(ApiError, status=404, code="request_not_found"):
     """The tenant has no remembered request with this id."""
 
 
-class ResponseNotFound(ApiError):
+class ResponseNotFound(ApiError, status=404, code="response_not_found"):
     """The tenant has no stored response with this id."""
 
 
-class CacheNotFound(ApiError):
+class CacheNotFound(ApiError, status=404, code="cache_not_found"):
     """The tenant has no cache with this name."""
 
 
-class CacheNotKept(ApiError):
+class CacheNotKept(ApiError, status=409, code="cache_not_kept"):
     """The cache cannot be kept: it is too short, or its owner has reached the limit."""
 
 
-class CacheNotPaid(ApiError):
+class CacheNotPaid(ApiError, status=402, code="insufficient_balance"):
     """The balance does not cover the cache's first hour."""
 
 
-class RecordNotFound(ApiError):
+class RecordNotFound(ApiError, status=404, code="not_found"):
     """No tenant, key, card or request of that name."""
 
 
-class BlockNotFound(ApiError):
+class BlockNotFound(ApiError, status=404, code="block_not_found"):
     """No tier holds a block with this key and the prefix that leads to it."""
 
 
-class MissingKey(ApiError):
+class MissingKey(ApiError, status=401, code="missing_api_key"):
     """The route needs an API key, and the request has none."""
 
 
-class LoginNeeded(ApiError):
+class LoginNeeded(ApiError, status=401, code="login_needed"):
     """The admin route needs a login or an admin key."""
 
 
-class CsrfFailed(ApiError):
+class CsrfFailed(ApiError, status=403, code="csrf_failed"):
     """The request changes something and lacks the page's CSRF token."""
 
 
-class ForeignPage(ApiError):
+class ForeignPage(ApiError, status=403, code="foreign_page"):
     """A page of another site called a server that needs no key."""
 
 
-class MissingScope(ApiError):
+class MissingScope(ApiError, status=403, code="insufficient_scope"):
     """The API key is valid but lacks the scope for this."""
 
 
-class QuoteRefused(ApiError):
+class QuoteRefused(ApiError, status=409, code="quote_refused"):
     """The request would hit less, or cost more, than it allows; the quote says by how much."""
 
     def __init__(self, message: str, quote: Mapping[str, Any], *, param: str) -> None:
@@ -132,126 +155,84 @@ class QuoteRefused(ApiError):
         self.extra = {"quote": quote}
 
 
-class RateLimited(ApiError):
+class RateLimited(ApiError, status=429, code="rate_limit_exceeded"):
     """The key or tenant has reached a limit; `headers` say when to retry."""
 
 
-class Overloaded(ApiError):
+class Overloaded(ApiError, status=503, code="overloaded", retry_after_s=1):
     """A pool shared between tenants is full."""
 
 
-class QueueTooLong(Overloaded):
+class QueueTooLong(Overloaded, status=503, code="queue_too_long"):
     """The request would wait too long; `headers` say when to retry."""
 
 
-class GenerationFailed(ApiError):
+class GenerationFailed(ApiError, status=500, code="generation_failed"):
     """The engine ended the request with an error."""
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """What clients see of one class of errors."""
-
-    status: int
-    type: str
-    code: str | None = None
-    retry_after_s: int | None = None
-    public: str | None = None  # instead of the error's own words, which tell of the inside
+def _not_now(code: str, why: str) -> Row:
+    return Row(503, code, 5, public=f"{why} Try again shortly.")
 
 
-TABLE: Final[Mapping[type[Exception], Row]] = {
-    InvalidRequest: Row(400, "invalid_request_error", "invalid_value"),
-    NotJson: Row(400, "invalid_request_error", "invalid_json"),
-    ContextLengthExceeded: Row(400, "invalid_request_error", "context_length_exceeded"),
-    Unsupported: Row(400, "invalid_request_error", "unsupported_parameter"),
-    BodyTooLarge: Row(413, "invalid_request_error", "request_too_large"),
-    BodyEncoded: Row(415, "invalid_request_error", "unsupported_encoding"),
-    ModelNotFound: Row(404, "invalid_request_error", "model_not_found"),
-    NotServed: Row(404, "invalid_request_error", "not_served"),
-    RequestNotFound: Row(404, "invalid_request_error", "request_not_found"),
-    ResponseNotFound: Row(404, "invalid_request_error", "response_not_found"),
-    CacheNotFound: Row(404, "invalid_request_error", "cache_not_found"),
-    CacheNotKept: Row(409, "invalid_request_error", "cache_not_kept"),
-    CacheNotPaid: Row(402, "insufficient_quota", "insufficient_balance"),
-    RecordNotFound: Row(404, "invalid_request_error", "not_found"),
-    BlockNotFound: Row(404, "invalid_request_error", "block_not_found"),
-    MissingKey: Row(401, "invalid_request_error", "missing_api_key"),
-    LoginNeeded: Row(401, "invalid_request_error", "login_needed"),
-    CsrfFailed: Row(403, "permission_error", "csrf_failed"),
-    ForeignPage: Row(403, "permission_error", "foreign_page"),
-    MissingScope: Row(403, "permission_error", "insufficient_scope"),
-    QuoteRefused: Row(409, "invalid_request_error", "quote_refused"),
-    RateLimited: Row(429, "rate_limit_error", "rate_limit_exceeded"),
-    Overloaded: Row(503, "server_error", "overloaded", retry_after_s=1),
-    QueueTooLong: Row(503, "server_error", "queue_too_long"),
-    GenerationFailed: Row(500, "server_error", "generation_failed"),
-    engine_errors.RequestError: Row(400, "invalid_request_error", "invalid_value"),
-    engine_errors.PromptTooLong: Row(400, "invalid_request_error", "context_length_exceeded"),
-    engine_errors.EmptyPrompt: Row(400, "invalid_request_error", "empty_prompt"),
-    engine_errors.InvalidParameter: Row(400, "invalid_request_error", "invalid_value"),
-    engine_errors.StructureUnavailable: Row(400, "invalid_request_error", "unsupported_parameter"),
-    engine_errors.UnknownAdapter: Row(404, "invalid_request_error", "model_not_found"),
-    engine_errors.QueueFull: Row(503, "server_error", "overloaded", retry_after_s=1),
-    engine_errors.EngineClosed: Row(503, "server_error", "shutting_down", retry_after_s=5),
-    engine_errors.RemoteFault: Row(502, "server_error", "engine_fault"),
-    engine_errors.RemoteBusy: Row(429, "rate_limit_error", "engine_overloaded", retry_after_s=1),
-    engine_errors.RemoteAway: Row(503, "server_error", "engine_unavailable", retry_after_s=5),
-    engine_errors.RemoteSilent: Row(504, "server_error", "engine_timeout"),
-    engine_errors.EngineFailed: Row(500, "server_error", "engine_failed"),
-    billing_errors.UnknownKey: Row(401, "invalid_request_error", "invalid_api_key"),
-    billing_errors.KeyExpired: Row(401, "invalid_request_error", "expired_api_key"),
-    billing_errors.KeyRevoked: Row(401, "invalid_request_error", "revoked_api_key"),
-    billing_errors.TenantSuspended: Row(403, "permission_error", "tenant_suspended"),
-    billing_errors.InsufficientBalance: Row(402, "insufficient_quota", "insufficient_balance"),
-    billing_errors.SpendLimitReached: Row(429, "insufficient_quota", "spend_limit_reached"),
-    billing_errors.CurrencyMismatch: Row(403, "permission_error", "currency_mismatch"),
-    billing_errors.UnknownTenant: Row(403, "permission_error", "unknown_tenant"),
-    billing_errors.NoPrice: Row(403, "permission_error", "no_price"),
-    billing_errors.InvalidAmount: Row(400, "invalid_request_error", "invalid_value"),
-    billing_errors.InvalidLimit: Row(400, "invalid_request_error", "invalid_value"),
-    billing_errors.PriceError: Row(400, "invalid_request_error", "invalid_rate_card"),
-    billing_errors.UnknownCard: Row(404, "invalid_request_error", "not_found"),
-    billing_errors.CardConflict: Row(409, "invalid_request_error", "rate_card_conflict"),
-    billing_errors.UnknownHold: Row(404, "invalid_request_error", "not_found"),
-    billing_errors.UnknownDeposit: Row(404, "invalid_request_error", "not_found"),
-    billing_errors.UnknownRequest: Row(404, "invalid_request_error", "not_found"),
-    billing_errors.UnknownBudget: Row(404, "invalid_request_error", "not_found"),
-    billing_errors.InvalidName: Row(400, "invalid_request_error", "invalid_value"),
-    billing_errors.InvalidSpan: Row(400, "invalid_request_error", "invalid_value"),
-    billing_errors.AlreadyExists: Row(409, "invalid_request_error", "already_exists"),
-    billing_errors.DuplicateRequest: Row(409, "invalid_request_error", "duplicate_request"),
-    billing_errors.IdempotencyConflict: Row(409, "invalid_request_error", "idempotency_key_reused"),
-    billing_errors.IdempotencyBusy: Row(
-        409, "invalid_request_error", "idempotency_key_busy", retry_after_s=1
-    ),
-    billing_errors.LedgerUnavailable: Row(
-        503,
-        "server_error",
-        "ledger_unavailable",
-        retry_after_s=5,
-        public="The ledger cannot be read or written now, so nothing is served. Try again shortly.",
-    ),
-    billing_errors.ClockJumped: Row(
-        503,
-        "server_error",
-        "ledger_unavailable",
-        retry_after_s=5,
-        public="The server's clock is wrong, so bills would be too, and nothing is served. Try "
-        "again shortly.",
-    ),
-    tier_errors.NotSaved: Row(
-        503,
-        "server_error",
-        "not_saved",
-        retry_after_s=5,
-        public="The server's disk cannot be written now, so this change is not kept. Try again "
-        "shortly.",
-    ),
-    tier_errors.PurgeFailed: Row(409, "invalid_request_error", "purge_failed"),
-    billing_errors.LedgerClosed: Row(503, "server_error", "shutting_down", retry_after_s=5),
-}
+_INVALID, _NOT_FOUND = Row(400, "invalid_value"), Row(404, "not_found")
 
-UNEXPECTED: Final = Row(500, "server_error", "internal_error")
+TABLE.update(
+    {
+        engine_errors.RequestError: _INVALID,
+        engine_errors.PromptTooLong: Row(400, "context_length_exceeded"),
+        engine_errors.EmptyPrompt: Row(400, "empty_prompt"),
+        engine_errors.InvalidParameter: _INVALID,
+        engine_errors.StructureUnavailable: Row(400, "unsupported_parameter"),
+        engine_errors.UnknownAdapter: Row(404, "model_not_found"),
+        engine_errors.QueueFull: Row(503, "overloaded", 1),
+        engine_errors.EngineClosed: Row(503, "shutting_down", 5),
+        engine_errors.RemoteFault: Row(502, "engine_fault"),
+        engine_errors.RemoteBusy: Row(429, "engine_overloaded", 1),
+        engine_errors.RemoteAway: Row(503, "engine_unavailable", 5),
+        engine_errors.RemoteSilent: Row(504, "engine_timeout"),
+        engine_errors.EngineFailed: Row(500, "engine_failed"),
+        billing_errors.UnknownKey: Row(401, "invalid_api_key"),
+        billing_errors.KeyExpired: Row(401, "expired_api_key"),
+        billing_errors.KeyRevoked: Row(401, "revoked_api_key"),
+        billing_errors.TenantSuspended: Row(403, "tenant_suspended"),
+        billing_errors.InsufficientBalance: Row(402, "insufficient_balance"),
+        billing_errors.SpendLimitReached: Row(429, "spend_limit_reached", kind=_KINDS[402]),
+        billing_errors.CurrencyMismatch: Row(403, "currency_mismatch"),
+        billing_errors.UnknownTenant: Row(403, "unknown_tenant"),
+        billing_errors.NoPrice: Row(403, "no_price"),
+        billing_errors.InvalidAmount: _INVALID,
+        billing_errors.InvalidLimit: _INVALID,
+        billing_errors.InvalidName: _INVALID,
+        billing_errors.InvalidSpan: _INVALID,
+        billing_errors.PriceError: Row(400, "invalid_rate_card"),
+        billing_errors.UnknownCard: _NOT_FOUND,
+        billing_errors.UnknownHold: _NOT_FOUND,
+        billing_errors.UnknownDeposit: _NOT_FOUND,
+        billing_errors.UnknownRequest: _NOT_FOUND,
+        billing_errors.UnknownBudget: _NOT_FOUND,
+        billing_errors.CardConflict: Row(409, "rate_card_conflict"),
+        billing_errors.AlreadyExists: Row(409, "already_exists"),
+        billing_errors.DuplicateRequest: Row(409, "duplicate_request"),
+        billing_errors.IdempotencyConflict: Row(409, "idempotency_key_reused"),
+        billing_errors.IdempotencyBusy: Row(409, "idempotency_key_busy", 1),
+        billing_errors.LedgerUnavailable: _not_now(
+            "ledger_unavailable",
+            "The ledger cannot be read or written now, so nothing is served.",
+        ),
+        billing_errors.ClockJumped: _not_now(
+            "ledger_unavailable",
+            "The server's clock is wrong, so bills would be too, and nothing is served.",
+        ),
+        billing_errors.LedgerClosed: Row(503, "shutting_down", 5),
+        tier_errors.NotSaved: _not_now(
+            "not_saved", "The server's disk cannot be written now, so this change is not kept."
+        ),
+        tier_errors.PurgeFailed: Row(409, "purge_failed"),
+    }
+)
+
+UNEXPECTED: Final = Row(500, "internal_error")
 UNEXPECTED_MESSAGE: Final = (
     "The server failed while it handled this request; nothing was charged for an answer that did "
     "not come. Retry, and give the operator the X-Request-Id if it fails again."
@@ -367,5 +348,5 @@ def _route_answer(error: HTTPException) -> ErrorAnswer:
     """Starlette's own refusals: a path or a method that does not exist."""
     code = ROUTE_CODES.get(error.status_code)
     message = f"{error.detail}. See /openapi.json for the routes of this server."
-    kind = "invalid_request_error" if error.status_code < 500 else "server_error"
-    return ErrorAnswer(error.status_code, message, kind, code, None, dict(error.headers or {}))
+    row = Row(error.status_code, code)
+    return ErrorAnswer(row.status, message, row.type, code, None, dict(error.headers or {}))
