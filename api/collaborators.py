@@ -54,7 +54,6 @@ class WireSettings:
     write_timeout_s: float = 60.0  # disconnect a client that reads nothing for this long
     keepalive_s: float = 15.0  # send an SSE comment after this long without output
     inline_encode_chars: int = 2_000  # longer texts are tokenised in the thread pool
-    system_in_place: bool = False  # system messages that a template would hoist; see tools.steering
     default_completion_tokens: int = 16  # /v1/completions without max_tokens, as OpenAI does
 
 

@@ -121,7 +121,6 @@ class Service:
             settings=WireSettings(
                 max_body_bytes=server.max_body_bytes,
                 cors_origins=server.cors_origins,
-                system_in_place=server.system_in_place,
             ),
             readiness=self._watch.readiness,
             render_metrics=self.metrics.render,

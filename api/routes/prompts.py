@@ -88,8 +88,7 @@ def chat_prompt(wire: Collaborators, model: ServedModel, body: ChatBody) -> Chat
             "thinking comes before an answer, and the last message has begun one; turn it off.",
             param="thinking",
         )
-    shown, hoisted = partial(_shown, model, style), wire.settings.system_in_place
-    plain = steered(messages, shown, hoisted=hoisted)
+    plain = steered(messages, partial(_shown, model, style))
     for number, each in enumerate(plain):
         if calls := each.get("tool_calls"):
             check_document(calls, f"messages[{number}].tool_calls")

@@ -1,12 +1,10 @@
-"""System messages in the middle of a chat, which steer it, and the place a template gives them.
+"""System messages in the middle of a chat, which steer it.
 
-Some chat templates move every system message to the start of the prompt. A later one then changes
-the tokens before it, so the whole conversation misses. Other templates reject or ignore it. In
-these cases it is rendered where it stands, inside a user's turn. Pure.
+Most chat templates render one where it stands, or move its text to the start of the prompt. Those
+that reject it or leave it out get it inside a user's turn, where it stands. Pure.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from enum import StrEnum
 from itertools import takewhile
 from typing import Any, Final
 
@@ -16,7 +14,7 @@ Plain = Mapping[str, Any]
 Render = Callable[[Sequence[Plain]], str]
 FORM: Final = "<system>\n{text}\n</system>"  # of a later system message inside a user's turn
 _JOIN: Final = "\n\n"
-_BEFORE, _STEER = "a0c5b7e1", "f3d29c84"  # texts of a probe
+_STEER = "f3d29c84"  # the text of a probe
 _CALL: Final = {
     "id": "abcdefghi",  # nine characters, as some templates require
     "type": "function",
@@ -24,28 +22,13 @@ _CALL: Final = {
 }
 
 
-class Placement(StrEnum):
-    """What a template does with a system message after the first turn, the worst first."""
-
-    LOST = "lost"  # it is rejected or left out
-    HOISTED = "hoisted"  # it changes what is rendered before it
-    STANDS = "stands"  # it is rendered where it is
-
-
-def steered(messages: Sequence[Plain], render: Render, *, hoisted: bool) -> Sequence[Plain]:
-    """The messages with later system messages inside the turns of users, where that is needed.
-
-    It is needed for a template that rejects or leaves out one of them, and with `hoisted` also for
-    a template that moves one. `render` raises RequestError for messages that it rejects.
-    """
+def steered(messages: Sequence[Plain], render: Render) -> Sequence[Plain]:
+    """The messages with later system messages inside the turns of users, if the template rejects
+    or leaves out one of them. `render` raises RequestError for messages that it rejects."""
     first = sum(1 for _ in takewhile(_is_system, messages))
-    later = [n for n in range(first, len(messages)) if _is_system(messages[n])]
-    if not later:
-        return messages
-    needing = {Placement.LOST, Placement.HOISTED} if hoisted else {Placement.LOST}
-    if any(_placement(shape, render) in needing for shape in {_shape(messages, n) for n in later}):
-        return _in_place(messages, first)
-    return messages
+    shapes = {_shape(messages, n) for n in range(first, len(messages)) if _is_system(messages[n])}
+    lost = any(_is_lost(shape, render) for shape in shapes)
+    return _in_place(messages, first) if lost else messages
 
 
 def _is_system(message: Plain) -> bool:
@@ -59,40 +42,33 @@ def _shape(messages: Sequence[Plain], number: int) -> tuple[bool, str]:
     return _is_system(messages[0]), next(before)
 
 
-def _placement(shape: tuple[bool, str], render: Render) -> Placement:
-    """What the template does with short chats of this shape."""
+def _is_lost(shape: tuple[bool, str], render: Render) -> bool:
+    """Whether the template loses a system message in short chats of this shape."""
     leads, before = shape
     chat = [_said("system", "be brief")] if leads else []
-    chat.append(_said("user", "hi" if before in ("assistant", "tool") else _BEFORE))
+    chat.append(_said("user", "hi"))
     if before == "assistant":
-        chat.append(_said("assistant", _BEFORE))
+        chat.append(_said("assistant", "yes"))
     elif before == "tool":
         chat.append({"role": "assistant", "content": "", "tool_calls": [_CALL]})
-        chat.append(_said("tool", _BEFORE) | {"name": "f", "tool_call_id": _CALL["id"]})
+        chat.append(_said("tool", "20") | {"name": "f", "tool_call_id": _CALL["id"]})
     answer = _said("user" if before == "assistant" else "assistant", "yes")
-    placements = {_placement_of(chat, rest, render) for rest in ([], [answer])}
-    return next(placement for placement in Placement if placement in placements)
+    return any(_loses(chat, rest, render) for rest in ([], [answer]))
 
 
-def _placement_of(
-    chat: list[dict[str, Any]], rest: list[dict[str, Any]], render: Render
-) -> Placement:
-    """What becomes of a system message between `chat` and `rest`.
+def _loses(chat: list[dict[str, Any]], rest: list[dict[str, Any]], render: Render) -> bool:
+    """Whether a system message between `chat` and `rest` is rejected or left out.
 
     A template that rejects the chat without the message too decides nothing here.
     """
     try:
-        plain = render([*chat, *rest])
+        render([*chat, *rest])
     except RequestError:
-        return Placement.STANDS
+        return False
     try:
-        text = render([*chat, _said("system", _STEER), *rest])
+        return _STEER not in render([*chat, _said("system", _STEER), *rest])
     except RequestError:
-        return Placement.LOST
-    if _STEER not in text:
-        return Placement.LOST
-    opening = plain[: plain.find(_BEFORE) + len(_BEFORE)]
-    return Placement.STANDS if text.partition(_STEER)[0].startswith(opening) else Placement.HOISTED
+        return True
 
 
 def _in_place(messages: Sequence[Plain], first: int) -> list[Plain]:

@@ -119,11 +119,6 @@ class ServerSection(Section):
         description="Prometheus that has the rules of ops/prometheus; the dashboard shows what it "
         "fires",
     )
-    system_in_place: bool = Field(
-        default=False,
-        description="Render later system messages where they stand, also if the model's template "
-        "moves them to the start",
-    )
     groups: dict[str, list[str]] = Field(
         default_factory=dict,
         description="Groups of tenants that share prefixes; * is every tenant",

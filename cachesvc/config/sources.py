@@ -94,6 +94,8 @@ def _refuse_both(origins: Mapping[str, str]) -> None:
 
 
 REMOVED = {
+    "server.system_in_place": "a template that moves system messages decides; take it out, and "
+    "send what steers a chat as a user's message",
     **dict.fromkeys(
         ("cache.device_idle_ttl", "cache.host_idle_ttl"),
         "blocks leave memory for room alone; take it out",

@@ -36,7 +36,7 @@ async def test_one_in_parts_is_its_text(tmp_path, name):
     """The prompt is the same as with a text, to the last token; so all of it hits."""
     parts = [{"type": "text", "text": "In "}, {"type": "text", "text": "French."}]
     folder = tiny(tmp_path, name)
-    async with served(tmp_path / "data", folder, server_system_in_place=True) as (_, client):
+    async with served(tmp_path / "data", folder) as (_, client):
         used = []
         for steer in (STEER, {"role": "system", "content": parts}):
             body = {"model": str(folder), "messages": [*CHAT[:3], steer, CHAT[3]], "max_tokens": 1}
@@ -48,19 +48,18 @@ async def test_one_in_parts_is_its_text(tmp_path, name):
 
 
 @pytest.mark.parametrize(
-    ("name", "in_place", "keeps"),
+    ("name", "keeps"),
     [
-        ("smollm2", False, True),
-        ("deepseek", False, False),
-        ("deepseek", True, True),
-        ("gemma", False, True),
-        ("strict", False, True),
-        ("silent", False, True),
+        ("smollm2", True),
+        ("deepseek", False),
+        ("gemma", True),
+        ("strict", True),
+        ("silent", True),
     ],
 )
-async def test_a_steered_chat_keeps_its_prefix(tmp_path, name, in_place, keeps):
+async def test_a_steered_chat_keeps_its_prefix(tmp_path, name, keeps):
     folder = tiny(tmp_path, name)
-    async with served(tmp_path / "data", folder, server_system_in_place=in_place) as (_, client):
+    async with served(tmp_path / "data", folder) as (_, client):
 
         async def details(messages: list[Any]) -> tuple[int, int]:
             body = {"model": str(folder), "messages": messages, "max_tokens": 1}

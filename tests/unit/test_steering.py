@@ -45,12 +45,15 @@ def render_of(name: str) -> Render:
     return render
 
 
-def placed(name: str, *messages: Mapping[str, Any], hoisted: bool = True) -> list[Any]:
-    return list(steered(messages, render_of(name), hoisted=hoisted))
+def placed(name: str, *messages: Mapping[str, Any]) -> list[Any]:
+    return list(steered(messages, render_of(name)))
 
 
-@pytest.mark.parametrize("name", ["smollm2", "chatml", "llama3"])
-def test_a_template_that_renders_them_where_they_are_is_left_alone(name):
+HOISTING = ("deepseek", "joined")
+
+
+@pytest.mark.parametrize("name", ["smollm2", "chatml", "llama3", *HOISTING])
+def test_a_template_that_renders_them_somewhere_is_left_alone(name):
     chat = [RULES, ASK, REPLY, STEER, ASK]
     assert chat == placed(name, *chat)
 
@@ -64,23 +67,15 @@ def test_a_chat_without_one_is_left_alone(name, lead, chat):
     assert [*lead, *chat, ASK] == placed(name, *lead, *chat, ASK)
 
 
-@pytest.mark.parametrize("name", ["deepseek", "joined"])
-def test_only_with_the_setting_a_hoisted_one_stays_where_it_is(name):
+@pytest.mark.parametrize("name", ["gemma", "mistral", "strict", "silent"])
+def test_one_that_would_be_lost_is_rendered_where_it_stands(name):
     chat = [RULES, ASK, REPLY, STEER, ASK]
-    assert chat == placed(name, *chat, hoisted=False)
     said = {"role": "user", "content": f"{SHOWN}\n\nWhat?"}
     assert [RULES, ASK, REPLY, said] == placed(name, *chat)
+    assert SHOWN in render_of(name)(placed(name, *chat))
 
 
-@pytest.mark.parametrize("name", ["gemma", "mistral", "strict", "silent"])
-def test_one_that_would_be_lost_is_rendered_without_the_setting(name):
-    chat = [RULES, ASK, REPLY, STEER, ASK]
-    said = {"role": "user", "content": f"{SHOWN}\n\nWhat?"}
-    assert [RULES, ASK, REPLY, said] == placed(name, *chat, hoisted=False)
-    assert SHOWN in render_of(name)(placed(name, *chat, hoisted=False))
-
-
-@pytest.mark.parametrize("name", list(TEMPLATES))
+@pytest.mark.parametrize("name", sorted({*TEMPLATES} - {*HOISTING}))
 @pytest.mark.parametrize(
     "chat",
     [
@@ -92,7 +87,7 @@ def test_one_that_would_be_lost_is_rendered_without_the_setting(name):
     ],
     ids=["user after", "last", "after a user", "two", "two turns"],
 )
-def test_no_template_changes_what_stands_before_it(name, chat):
+def test_no_other_template_changes_what_stands_before_it(name, chat):
     """What was rendered of the chat up to the message is the beginning of all later prompts."""
     render = render_of(name)
     first = next(n for n, each in enumerate(chat) if each is STEER)
@@ -108,4 +103,4 @@ def test_no_template_changes_what_stands_before_it(name, chat):
 
 def test_after_a_tools_result_it_is_a_turn_of_its_own():
     chat = [RULES, ASK, CALLED, RESULT, STEER]
-    assert [*chat[:-1], {"role": "user", "content": SHOWN}] == placed("deepseek", *chat)
+    assert [*chat[:-1], {"role": "user", "content": SHOWN}] == placed("strict", *chat)
