@@ -173,7 +173,6 @@ class _Ending:
         self._usage = usage = bill.usage if bill else EMPTY
         async with self._held:
             self._wire.records.journal.settle(self._log.request_id, delivered)
-            self._parts.quotes.forecast.observe(served)
             if not self._wire.records.purges.reach(self._job.scope.tenant, self._job.arrival_ns):
                 self._remember(served)
                 self._parts.retention.ended(self._job, served)

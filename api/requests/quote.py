@@ -4,26 +4,20 @@ A quote is a snapshot: blocks may come or leave before the request does, and the
 is served. Event loop only.
 """
 
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from api.errors import InvalidRequest, QuoteRefused, Unsupported
-from api.job import Job, Priced, Served
+from api.job import Job, Priced
 from api.requests.metering import LedgerMeter
 from api.served_model import EngineClient
 from api.shapes.schemas import Extension
 from billing.errors import InvalidAmount
-from billing.gate.outcomes import Outcome
 from billing.keys import Principal
 from billing.money import format_units, parse_not_negative
 from billing.usage import Usage
 from tiers.tier import TierName
-
-MAX_SAMPLES = 64  # latest samples of each group
-MIN_SAMPLES = 3
-LOW, HIGH = 0.1, 0.9  # the quantiles that are shown
 
 
 class Survey(Protocol):
@@ -36,14 +30,13 @@ class Survey(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Quote:
-    """Tokens by class, their price, and the expected time to first token in milliseconds."""
+    """Tokens by class, their price, and the expected wait in the queue in milliseconds."""
 
     model: str
     usage: Usage
     max_output: int
     priced: Priced
     wait_ms: float
-    ttft_ms: tuple[float, float] | None
 
     @property
     def hit_rate(self) -> float:
@@ -70,49 +63,11 @@ class Quote:
                 "window": ref.window,
             },
             "wait_ms": round(self.wait_ms, 1),
-            "ttft_ms": None
-            if self.ttft_ms is None
-            else {"low": round(self.ttft_ms[0], 1), "high": round(self.ttft_ms[1], 1)},
         }
 
 
-class Forecast:
-    """Seconds from admission to the first token, by computed tokens."""
-
-    def __init__(self) -> None:
-        self._samples: dict[int, deque[tuple[int, float]]] = {}
-
-    def observe(self, served: Served) -> None:
-        when = served.timeline
-        if served.outcome is not Outcome.FINISHED or not (when.admitted_ns and when.first_token_ns):
-            return
-        miss = max(1, served.usage.miss)
-        samples = self._samples.setdefault(miss.bit_length(), deque(maxlen=MAX_SAMPLES))
-        samples.append((miss, (when.first_token_ns - when.admitted_ns) / 1e9))
-
-    def range_s(self, miss_tokens: int) -> tuple[float, float] | None:
-        """The usual range for `miss_tokens` to compute; None if no similar request was served.
-
-        Taken from requests of the nearest size and scaled in proportion.
-        """
-        known = {size: each for size, each in self._samples.items() if len(each) >= MIN_SAMPLES}
-        if not known:
-            return None
-        wanted = max(1, miss_tokens).bit_length()
-        size = min(known, key=lambda other: abs(other - wanted))
-        if size == wanted:
-            took = sorted(seconds for _, seconds in known[size])
-        else:
-            took = sorted(seconds * miss_tokens / miss for miss, seconds in known[size])
-        return _quantile(took, LOW), _quantile(took, HIGH)
-
-
-def _quantile(ordered: Sequence[float], share: float) -> float:
-    return ordered[round(share * (len(ordered) - 1))]
-
-
 class Quotes:
-    """Quotes of one server, from its queue, its tiers, its prices and how long requests took.
+    """Quotes of one server, from its queue, its tiers and its prices.
 
     Without a `survey` nobody knows the hits of an engine elsewhere: a quote is then at most.
     """
@@ -121,7 +76,6 @@ class Quotes:
         self._engine = engine
         self._meter = meter
         self._survey = survey
-        self.forecast = Forecast()
 
     async def of(self, principal: Principal, job: Job) -> Quote:
         """The quote of a job. Raises NoPrice if the model has no price."""
@@ -130,14 +84,12 @@ class Quotes:
         miss = job.prompt_tokens - sum(hits.values())
         usage = Usage(**{f"hit_{tier}": tokens for tier, tokens in hits.items()}, miss=miss)
         wait_s = self._engine.predicted_wait_s(principal.tenant, job.prompt_tokens)
-        took = self.forecast.range_s(miss)
         return Quote(
             job.model.name,
             usage,
             job.max_output,
             self._meter.price(principal, job, usage),
             wait_s * 1000,
-            None if took is None else ((wait_s + took[0]) * 1000, (wait_s + took[1]) * 1000),
         )
 
     async def check(self, principal: Principal, job: Job, extension: Extension) -> None:

@@ -71,17 +71,14 @@ def _body(name: str) -> Any:
 def _quote_lines(payload: dict[str, Any]) -> list[str]:
     tiers = payload["hit_tokens_by_tier"].items()
     where = ", ".join(f"{tokens} from {tier}" for tier, tokens in tiers if tokens)
-    price, took = payload["price"], payload["ttft_ms"]
+    price = payload["price"]
     found = f"{payload['hit_tokens']} would hit" + (f" ({where})" if where else "")
     card = f"{price['card']} {price['version']}, {price['window']}"
     cost = f"{price['prompt']} {price['currency']} for the prompt, at most {price['at_most']}"
-    lines = [
+    return [
         f"{payload['prompt_tokens']} tokens: {found}, {payload['miss_tokens']} would be computed",
         f"{cost} with {payload['max_output_tokens']} tokens of output ({card})",
     ]
-    if took is not None:
-        lines.append(f"first token in {took['low']:.0f} to {took['high']:.0f} ms")
-    return lines
 
 
 def _request_lines(payload: dict[str, Any]) -> list[str]:

@@ -4,11 +4,7 @@ from typing import Any
 
 import pytest
 
-from api.job import Job, Served
-from api.requests.quote import Forecast
-from billing.gate.outcomes import Outcome
-from billing.usage import Usage
-from engine.request import Timeline
+from api.job import Job
 from tests.api.conftest import running
 from tests.support.wire import Script, fake_house
 
@@ -52,7 +48,6 @@ async def test_a_quote_computes_nothing_and_says_tokens_and_price(client, house)
         price["window"],
     )
     assert float(price["at_most"]) == pytest.approx(float(price["prompt"]) + 5 * 20 / 1e6)
-    assert None is quote["ttft_ms"]
     assert [] == house.engine.requests and [] == house.meter.charges
 
 
@@ -92,21 +87,3 @@ async def test_a_request_that_allows_as_much_is_served(client, house):
 async def test_an_invalid_price_is_refused(client, price):
     answer = await client.post("/v1/chat/completions", json=chat(cachesvc={"max_price": price}))
     assert (400, "cachesvc.max_price") == (answer.status_code, answer.json()["error"]["param"])
-
-
-def served(miss: int, seconds: float) -> Served:
-    timeline = Timeline(1, 10, 20, 10 + int(seconds * 1e9), 0)
-    return Served(Outcome.FINISHED, Usage(miss=miss), {}, timeline)
-
-
-def test_the_first_token_s_range_is_learned_from_requests_alike():
-    forecast = Forecast()
-    assert None is forecast.range_s(100)
-    for seconds in (0.1, 0.2, 0.3, 0.4, 0.5):
-        forecast.observe(served(100, seconds))
-    assert (0.1, 0.5) == pytest.approx(forecast.range_s(100))
-    assert (1.0, 5.0) == pytest.approx(forecast.range_s(1000))  # in proportion
-    for _ in range(200):
-        forecast.observe(served(1000, 2.0))
-    assert (2.0, 2.0) == pytest.approx(forecast.range_s(1000))
-    assert (0.1, 0.5) == pytest.approx(forecast.range_s(100))
