@@ -1,14 +1,14 @@
 """Turns and responses that survive a restart: a store of named bodies with owners.
 
 Names are digests under the tenant's salt, so no tenant finds another's. `cachesvc.server` owns the
-file. `NOTHING` is for a server that stores none. Event loop only.
+file. `NOTHING` stores none. Event loop only.
 """
 
 import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import fields
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import orjson
 import xxhash
@@ -16,20 +16,26 @@ import xxhash
 Value = TypeVar("Value")
 
 
-class KeptBodies(Protocol):
-    """Bounded by bytes and age. A lost body is not found; it raises nothing."""
+class KeptBodies:
+    """Bounded by bytes and age. A lost body is not found; it raises nothing. These keep none."""
 
-    def __contains__(self, name: object) -> bool: ...
+    def __contains__(self, name: object) -> bool:
+        return False
 
-    async def read(self, name: bytes) -> bytes | None: ...
+    async def read(self, name: bytes) -> bytes | None:
+        return None
 
-    def write(self, name: bytes, owner: bytes, body: bytes) -> None: ...
+    def write(self, name: bytes, owner: bytes, body: bytes) -> None:
+        """Keep a body of an owner; see `owner_of`."""
 
-    def delete(self, name: bytes) -> None: ...
+    def delete(self, name: bytes) -> None:
+        """Find it no more."""
 
     def forget(self, owner: bytes) -> None:
-        """Find nothing of one owner any more; see `owner_of`. The file's owner erases it there."""
-        ...
+        """Find nothing of one owner any more. The file's owner erases it there."""
+
+
+NOTHING = KeptBodies()
 
 
 def owner_of(salt: bytes) -> bytes:
@@ -50,26 +56,6 @@ class Purges:
     def reach(self, salt: bytes, arrival_ns: int) -> bool:
         """Whether the salt's owner was purged after a request arrived."""
         return arrival_ns <= self._last_ns.get(owner_of(salt), -1)
-
-
-class _Nothing:
-    def __contains__(self, name: object) -> bool:
-        return False
-
-    async def read(self, name: bytes) -> bytes | None:
-        return None
-
-    def write(self, name: bytes, owner: bytes, body: bytes) -> None:
-        """Does nothing."""
-
-    def delete(self, name: bytes) -> None:
-        """Does nothing."""
-
-    def forget(self, owner: bytes) -> None:
-        """Does nothing."""
-
-
-NOTHING: KeptBodies = _Nothing()
 
 
 class Recent(OrderedDict[bytes, tuple[bytes, Value]]):

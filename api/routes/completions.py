@@ -18,7 +18,6 @@ from api.routes.prompts import encode_prompt
 from api.routes.relayed import relayed
 from api.served_model import ServedModel, find_model
 from api.shapes.answer import ChoicesFormat
-from api.shapes.apart import contents_of
 from api.shapes.body import parse
 from api.shapes.logprobs import TextLogprobs
 from api.shapes.reply import Reply
@@ -65,7 +64,7 @@ async def completion_job(arrival: Arrival, body: CompletionBody) -> Job:
         stream=bool(body.stream),
         arrival_ns=log.arrival_ns,
         context=request_context(arrival, body, names_of(arrival.request)),
-        contents=contents_of(body.apart),
+        contents=body.apart,
     )
 
 

@@ -15,7 +15,6 @@ from api.requests.fingerprints import Fingerprint, compare, fingerprint_of
 from api.requests.turns import TurnReplay, common_length, turn_of
 from api.routes.prompts import ChatPrompt, chat_prompt, encode_chat, ends_thinking
 from api.served_model import ServedModel, find_model
-from api.shapes.apart import contents_of
 from api.shapes.chat import message_of
 from api.shapes.reply import Reply
 from api.shapes.schemas import Breakpoint, ChatBody
@@ -100,7 +99,7 @@ async def chat_of(
         stream=bool(body.stream),
         arrival_ns=log.arrival_ns,
         context=request_context(arrival, body, names),
-        contents=contents_of(asked.apart),
+        contents=asked.apart,
         markers=markers,
         keeps=keeps,
         session=_session(session, names, body) if session and mine and asked.on else None,

@@ -10,7 +10,7 @@ from api.errors import InvalidRequest
 from api.routes.prompts import encode_text, encoded_chat
 from api.served_model import find_model
 from api.shapes.body import MESSAGES_MAX, Body, Items
-from api.shapes.message import Message
+from api.shapes.message import FunctionTool, Message
 from api.shapes.schemas import IDS_MAX, ChatBody
 
 router = APIRouter(tags=["tokens"])
@@ -21,7 +21,7 @@ class TokenizeBody(Body):
     prompt: str | None = None
     text: str | None = None
     messages: Annotated[list[Message], Field(max_length=MESSAGES_MAX, fail_fast=True)] | None = None
-    tools: Items[dict[str, Any]] | None = None
+    tools: Items[FunctionTool] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
 

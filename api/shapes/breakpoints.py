@@ -7,7 +7,7 @@ request. `api.requests.retention` keeps it.
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import ConfigDict, Field, ValidationError, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from api.shapes.body import Body
 
@@ -82,19 +82,6 @@ class Marked(Body):
         if point is None:
             return None
         return TTL_S[point.ttl] if point.ttl else options.for_s
-
-
-def tool_mark(tool: Mapping[str, Any]) -> CacheControl | None:
-    """The mark of a chat's tool, on it or on its function (LiteLLM's form). Raises ValueError."""
-    function = tool.get("function")
-    inner = function.get("cache_control") if isinstance(function, Mapping) else None
-    given = tool.get("cache_control", inner)
-    try:
-        return None if given is None else CacheControl.model_validate(given)
-    except ValidationError:
-        raise ValueError(
-            "cache_control of a tool should be of type 'ephemeral', with a ttl of '5m' or '1h'"
-        ) from None
 
 
 def mark_of(part: Mapping[str, Any]) -> dict[str, Any]:

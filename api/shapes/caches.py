@@ -10,7 +10,7 @@ from api.headers import FIT_NAME
 from api.job import Asked, Bill, Delta, Kept, Served
 from api.shapes.answer import WireFormat
 from api.shapes.body import MESSAGES_MAX, Body, Items
-from api.shapes.message import Message
+from api.shapes.message import FunctionTool, Message
 from api.shapes.schemas import ChatBody, CompletionBody, Extension
 from api.shapes.usage import closing
 
@@ -43,7 +43,7 @@ class NewCache(Body):
         | None
     ) = None
     prompt: str | list[int] | None = None
-    tools: Items[dict[str, Any]] | None = None
+    tools: Items[FunctionTool] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     cachesvc: Extension | None = None
 

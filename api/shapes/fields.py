@@ -30,7 +30,15 @@ _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
 _BIAS = "use logit_bias, or structured_outputs for a choice of answers"
 _EMPTY: Final[tuple[object, ...]] = ([], {}, "")
 
+_FORMS: Final = {  # of answers, as vLLM had them before, and as SGLang has them
+    **dict.fromkeys(("guided_json", "json_schema"), "json"),
+    **dict.fromkeys(("guided_regex", "regex"), "regex"),
+    **dict.fromkeys(("guided_grammar", "ebnf"), "grammar"),
+    "guided_choice": "choice",
+}
+
 GENERATION: Final[Mapping[str, Unserved]] = {
+    **{name: Unserved(f"use structured_outputs.{kind}", _EMPTY) for name, kind in _FORMS.items()},
     "allowed_token_ids": Unserved(_BIAS, _EMPTY),
     "bad_words": Unserved("use logit_bias to forbid tokens", _EMPTY),
     "cache_type": Unserved("every prompt is cached; cachesvc.cache can turn that off", _EMPTY),

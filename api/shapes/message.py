@@ -1,17 +1,46 @@
-"""One message of a chat, as OpenAI's clients send it."""
+"""One message of a chat, and one tool, as OpenAI's clients send them."""
 
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import Field, field_validator
 
 from api.errors import Unsupported
-from api.shapes.body import Items
-from api.shapes.breakpoints import Marked
-from api.shapes.images import text_only
+from api.shapes.body import Body, Items
+from api.shapes.breakpoints import CacheControl, Marked
 
 SYSTEM_ROLES: Final = ("system", "developer")
+_IMAGES: Final = frozenset({"image", "image_url", "input_image"})
 _UNSERVED: Final = {
     "function_call": "send tool_calls",
     "audio": "send what was said as content",
 }
+
+
+class Function(Body):
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None  # a JSON schema
+    strict: bool | None = None
+    cache_control: CacheControl | None = None  # in LiteLLM's form
+
+
+class FunctionTool(Body):
+    """A tool of a chat, which the client runs."""
+
+    type: str = "function"
+    function: Function
+    cache_control: CacheControl | None = None
+
+    @field_validator("type")
+    @classmethod
+    def _is_clients(cls, kind: str) -> str:
+        if kind != "function":
+            raise ValueError("this server runs no tools of its own, give those of type 'function'")
+        return kind
+
+    @property
+    def mark(self) -> CacheControl | None:
+        return self.cache_control or self.function.cache_control
 
 
 class ContentPart(Marked):
@@ -62,3 +91,15 @@ class Message(Marked):
             if (value := getattr(self, name)) is not None:
                 plain[name] = value
         return plain
+
+
+def text_only(kind: object, where: str) -> Unsupported:
+    """What a part or block of this type, at the path `where` of a body, is answered with: an engine
+    that takes token ids reads neither images nor all else that is no text."""
+    advice = "send what it says as text"
+    if kind in _IMAGES:
+        advice = "serve a model that reads images with an engine at a URL (docs/vllm.md)"
+    return Unsupported(
+        f"{where} is of type {str(kind)[:40]!r}; this model reads text only. To use it, {advice}.",
+        param=where,
+    )

@@ -11,7 +11,7 @@ from api.shapes.blocks import ContentReader
 from api.shapes.body import MESSAGES_MAX, Body, Items
 from api.shapes.breakpoints import NAME_MAX, CacheControl
 from api.shapes.fields import MESSAGES, ignored_names, refuse_unserved
-from api.shapes.images import text_only
+from api.shapes.message import text_only
 from api.shapes.schemas import ChatBody, Extension, Salt
 from api.shapes.template_arguments import fitting_thinking
 from api.shapes.translation import Plain, chat_body, going_on, merged_systems

@@ -4,6 +4,7 @@ Unknown fields are ignored. Wrong types and values out of range are refused with
 known field that would change the answer and is not served is refused, never silently dropped.
 """
 
+import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import takewhile
@@ -13,7 +14,7 @@ from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from api.errors import InvalidRequest, Unsupported
 from api.shapes.body import MESSAGES_MAX, Body, Items
-from api.shapes.breakpoints import TTL_S, WRITES_MOST, CacheControl, CacheOptions, tool_mark
+from api.shapes.breakpoints import TTL_S, WRITES_MOST, CacheControl, CacheOptions
 from api.shapes.fields import (
     CHAT,
     COMPLETIONS,
@@ -21,7 +22,7 @@ from api.shapes.fields import (
     Unserved,
     check_fields,
 )
-from api.shapes.message import SYSTEM_ROLES, Message
+from api.shapes.message import SYSTEM_ROLES, FunctionTool, Message
 from engine.bounds import (
     MAX_COUNT,
     MAX_REPETITION_PENALTY,
@@ -30,6 +31,7 @@ from engine.bounds import (
     MIN_SEED,
 )
 from engine.request import SamplingParams
+from tiers.blocks.contents import Content
 
 TOP_LOGPROBS_MAX = 20  # OpenAI's bound for chat; served for completions too
 STOP_STRINGS_MAX = 16
@@ -132,13 +134,6 @@ class GenerationBody(LabelledBody):
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: dict[str, Any] | None = None
-    guided_json: dict[str, Any] | str | None = None
-    guided_regex: str | None = None
-    guided_choice: Annotated[list[str], Field(fail_fast=True)] | None = None
-    guided_grammar: str | None = None
-    regex: str | None = None
-    ebnf: str | None = None
-    json_schema: dict[str, Any] | str | None = None
     cache_salt: Salt | None = None
     cachesvc: Extension | None = None
 
@@ -212,10 +207,15 @@ class GenerationBody(LabelledBody):
         return None
 
     @property
-    def apart(self) -> tuple[str, ...]:
-        """What keeps the request's blocks apart from others of its tenant; empty: nothing."""
-        given = ("cache_salt", self.cache_salt), ("user_id", self.user_id)
-        return tuple(part for name, value in given if value for part in (name, value))
+    def apart(self) -> tuple[Content, ...]:
+        """What keeps the request's blocks apart from others of its tenant, as a content of each
+        prompt's first token; empty: nothing. So they stay the tenant's, for purges and quotas."""
+        hasher = hashlib.blake2b(digest_size=32)
+        given = {"cache_salt": self.cache_salt, "user_id": self.user_id}
+        for text in (part for each in given.items() if each[1] for part in each):
+            data = (text or "").encode()
+            hasher.update(len(data).to_bytes(4, "little") + data)
+        return (Content(0, 1, hasher.digest()),) if any(given.values()) else ()
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -249,7 +249,7 @@ class CacheAsked:
 
     on: bool
     share: str | None  # the sharing group whose blocks it uses
-    apart: tuple[str, ...]  # what keeps its blocks apart; see `GenerationBody.apart`
+    apart: tuple[Content, ...]  # what keeps its blocks apart; see `GenerationBody.apart`
     points: list[Breakpoint]  # up to which it is kept
 
 
@@ -269,7 +269,7 @@ class ChatBody(GenerationBody):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=TOP_LOGPROBS_MAX)] | None = None
-    tools: Items[dict[str, Any]] | None = None
+    tools: Items[FunctionTool] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -282,15 +282,6 @@ class ChatBody(GenerationBody):
     prompt_cache_options: CacheOptions | None = None
     cache_control: CacheControl | None = None  # of the whole prompt, in OpenRouter's form
     enable_thinking: bool | None = None  # Qwen's name for `thinking`
-
-    @field_validator("tools")
-    @classmethod
-    def _tools_are_marked_well(
-        cls, tools: list[dict[str, Any]] | None
-    ) -> list[dict[str, Any]] | None:
-        for tool in tools or []:
-            tool_mark(tool)
-        return tools
 
     def check(self, max_choices: int) -> list[str]:
         several = ("prompt_cache_options", "prompt_cache_retention", "cache_control")
@@ -339,9 +330,9 @@ class ChatBody(GenerationBody):
 
     def _marks_of_tools(self) -> "Iterator[Breakpoint]":
         """Templates put tools before, within or after the system's text, so it is kept too."""
-        for mark in map(tool_mark, self.tools or []):
-            if mark is not None:
-                yield Breakpoint(mark.for_s, self._num_system)
+        for tool in self.tools or []:
+            if tool.mark is not None:
+                yield Breakpoint(tool.mark.for_s, self._num_system)
 
     def until(self, point: "Breakpoint") -> "ChatBody | None":
         """The chat cut at a breakpoint; None if that is its end."""

@@ -1,7 +1,6 @@
 """What a body asks of its answer: the form, the length, and how tokens are drawn.
 
-`response_format` is OpenAI's; `structured_outputs` and `guided_*` are vLLM's, `regex`, `ebnf` and
-`json_schema` SGLang's. `engine.grammar` compiles it.
+`response_format` is OpenAI's, `structured_outputs` vLLM's. `engine.grammar` compiles it.
 """
 
 from collections.abc import Iterator
@@ -19,15 +18,6 @@ from engine.structure import GrammarSource, StructuredOutputs, check_size, sourc
 
 _SERVED = ("json", "regex", "choice", "grammar", "json_object")
 _REFUSED = ("structural_tag", "whitespace_pattern")
-_FIELDS = (  # a field of the body, and its constraint
-    ("guided_json", "json"),
-    ("guided_regex", "regex"),
-    ("guided_choice", "choice"),
-    ("guided_grammar", "grammar"),
-    ("json_schema", "json"),
-    ("regex", "regex"),
-    ("ebnf", "grammar"),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +103,7 @@ def _source(text: str) -> GrammarSource:
 def _is_of_text(source: GrammarSource) -> bool:
     """Whether the constraint applies only to the text of an answer.
 
-    OpenAI's field does, and a forced call has no text. vLLM's and SGLang's fields constrain the
-    whole answer.
+    OpenAI's field does, and a forced call has no text. vLLM's constrains the whole answer.
     """
     return source.field.startswith("response_format")
 
@@ -136,10 +125,6 @@ def _asked(body: GenerationBody) -> Iterator[tuple[str, StructuredOutputs]]:
         yield "response_format.json_schema.schema", StructuredOutputs(json=schema)
     if body.structured_outputs is not None:
         yield "structured_outputs", _structured_outputs(body.structured_outputs)
-    for field, kind in _FIELDS:
-        value = getattr(body, field)
-        if value is not None:
-            yield field, StructuredOutputs(**{kind: value})
 
 
 def _structured_outputs(given: dict[str, Any]) -> StructuredOutputs:

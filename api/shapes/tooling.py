@@ -1,16 +1,12 @@
 """The tools of a chat, checked, and whether the model must call one."""
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from api.errors import InvalidRequest, Unsupported
+from api.errors import InvalidRequest
 from api.shapes.schemas import ChatBody
 from api.tools.choice import Tool, ToolChoice
 from engine.structure import check_document
-
-_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,48 +28,15 @@ class Tooling:
 
 
 def tooling_of(body: ChatBody) -> Tooling:
-    """The tools of a body. Raises InvalidRequest or Unsupported, by field."""
-    given = body.tools or []
-    if given:
-        check_document(given, "tools")
-    tools = tuple(_tool(number, one) for number, one in enumerate(given))
+    """The tools of a body. Raises InvalidRequest."""
+    given = [each.function for each in body.tools or []]
+    check_document([each.parameters for each in given], "tools")
+    tools = tuple(Tool(each.name, each.description or "", each.parameters) for each in given)
     if len({tool.name for tool in tools}) != len(tools):
         raise InvalidRequest("Two tools have one name; give each its own.", param="tools")
     choice = _choice(body, tools)
-    strict = any(one["function"].get("strict") is True for one in given)
     may_call = bool(tools) and body.tool_choice != "none"
-    return Tooling(tools, choice, strict, may_call)
-
-
-def _tool(number: int, given: Mapping[str, Any]) -> Tool:
-    where = f"tools[{number}]"
-    if given.get("type", "function") != "function":
-        raise Unsupported(
-            f"{where} is of type {str(given['type'])[:40]!r}; this server runs no tools of its "
-            "own, give those of type 'function'.",
-            param=f"{where}.type",
-        )
-    function = given.get("function")
-    if not isinstance(function, Mapping):
-        raise InvalidRequest(f"{where} has no object 'function'.", param=f"{where}.function")
-    name, schema = function.get("name"), function.get("parameters")
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise InvalidRequest(
-            f"{where}.function.name must be 1 to 128 letters, digits or . _ : -.",
-            param=f"{where}.function.name",
-        )
-    if schema is not None and not isinstance(schema, Mapping):
-        raise InvalidRequest(
-            f"{where}.function.parameters must be a JSON schema, which is an object.",
-            param=f"{where}.function.parameters",
-        )
-    description = function.get("description")
-    if description is not None and not isinstance(description, str):
-        raise InvalidRequest(
-            f"{where}.function.description must be a text.",
-            param=f"{where}.function.description",
-        )
-    return Tool(name, description or "", schema)
+    return Tooling(tools, choice, any(each.strict for each in given), may_call)
 
 
 def _choice(body: ChatBody, tools: Sequence[Tool]) -> ToolChoice:

@@ -17,6 +17,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Final
 
+from api.requests.kept import KeptBodies
 from cachesvc.server.state_file import BUSY_S, FILE_NAME, StateFile
 from tiers.errors import PurgeFailed
 
@@ -45,7 +46,7 @@ def forget_stored(data_dir: Path, owner: bytes) -> None:
         ) from error
 
 
-class KeptTurns:
+class KeptTurns(KeptBodies):
     """Over the state file; see `api.requests.kept`. Event loop only.
 
     Invariant: at most `max_entries` names, each owner's in order of use, whatever happens to the

@@ -54,7 +54,7 @@ TOO_MUCH = [
     (CHAT, chat(seed=-(1 << 63) - 1), "seed"),
     (CHAT, chat(min_tokens=1 << 40), "min_tokens"),
     (TEXT, {"model": "bytes", "prompt": [1, 2], "max_tokens": 1 << 40}, "max_tokens"),
-    (CHAT, chat(guided_json={"enum": [1] * MAX_VALUES}), "guided_json"),
+    (CHAT, chat(structured_outputs={"json": {"enum": [1] * MAX_VALUES}}), "structured_outputs"),
     (CHAT, chat(structured_outputs={"choice": ["a"] * MAX_VALUES}), "structured_outputs.choice"),
     (CHAT, chat(messages=[{"role": "user", "content": "x" * (MODEL.max_chars + 1)}]), "messages"),
     (CHAT, chat(messages=[USER | {"name": "x" * (MODEL.max_chars + 1)}]), "messages"),
@@ -89,7 +89,6 @@ WRONG = [
     (ChatBody, "tools", [1]),
     (ChatBody, "stop", [1]),
     (ChatBody, "stop_token_ids", [""]),
-    (ChatBody, "guided_choice", [1]),
     (CompletionBody, "prompt", ["a", 1]),
     (DetokenizeBody, "tokens", [""]),
 ]

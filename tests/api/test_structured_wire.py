@@ -77,13 +77,6 @@ async def ask(compiler: RecordingCompiler, *bodies: dict[str, object]) -> list[h
         ({"structured_outputs": {"choice": ["é", 'b"']}}, 'CHOICE: "é" | "b\\""'),
         ({"structured_outputs": {"grammar": 'root ::= "a"'}}, 'T0: "a"'),
         ({"structured_outputs": {"json_object": True}}, "start: %json "),
-        ({"guided_json": SCHEMA}, RULE),
-        ({"guided_regex": "a+"}, "start: /a+/"),
-        ({"guided_choice": ["a"]}, 'CHOICE: "a"'),
-        ({"guided_grammar": 'root ::= "a"'}, 'T0: "a"'),
-        ({"regex": "a+"}, "start: /a+/"),
-        ({"ebnf": 'root ::= "a"'}, 'T0: "a"'),
-        ({"json_schema": SCHEMA_TEXT}, RULE),
     ],
 )
 async def test_every_field_comes_to_the_compiler_off_the_loop(fields, text):
@@ -108,9 +101,12 @@ async def test_every_field_comes_to_the_compiler_off_the_loop(fields, text):
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
         ({"structured_outputs": {"regex": 3}}, "structured_outputs.regex"),
         ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
-        ({"guided_json": "{"}, "guided_json"),
-        ({"regex": "a", "guided_regex": "b"}, "regex"),
-        ({"regex": "a" * 70_000}, "regex"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
+        ({"structured_outputs": {"regex": "a" * 70_000}}, "structured_outputs.regex"),
+        (
+            {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+            "structured_outputs",
+        ),
     ],
 )
 async def test_a_wrong_field_is_named(fields, param):
@@ -123,10 +119,10 @@ async def test_a_grammar_the_compiler_refuses_is_a_client_error_and_holds_no_mon
     compiler.refuse = InvalidParameter("regex: the parenthesis is not closed", param="regex")
     house = fake_house(grammars=compiler)
     async with running(house) as (_, client):
-        answer = await client.post(CHAT, json=chat(regex="(a"))
+        answer = await client.post(CHAT, json=chat(structured_outputs={"regex": "(a"}))
         assert (400, "invalid_value") == refusal(answer)
         compiler.refuse = StructureUnavailable("install llguidance")
-        answer = await client.post(CHAT, json=chat(regex="(a"))
+        answer = await client.post(CHAT, json=chat(structured_outputs={"regex": "(a"}))
         assert "unsupported_parameter" == answer.json()["error"]["code"]
         assert [] == house.meter.charges == house.engine.requests
 
@@ -141,7 +137,7 @@ async def test_a_grammar_too_ambiguous_to_follow_is_its_senders_fault(tmp_path):
         "temperature": 1.0,
         "seed": 1,
         "min_tokens": 800,
-        "guided_grammar": 'root ::= root root root | "a" | "b"',
+        "structured_outputs": {"grammar": 'root ::= root root root | "a" | "b"'},
     }
     async with served(tmp_path / "data", tmp_path / "tiny") as (_, client):
         answer = await client.post("/v1/chat/completions", json=body, timeout=120)
@@ -156,15 +152,15 @@ async def test_a_stream_never_has_half_a_character(tmp_path, logprobs):
     save_tiny_model(tmp_path / "tiny")
     words = ["日本", "旦本", "中国", "😀", "😁é", "a"]
     wanted: list[tuple[dict[str, Any], set[str]]] = [
-        ({"guided_json": {"enum": words}}, {f'"{word}"' for word in words}),
-        ({"guided_choice": words}, set(words)),
-        ({"guided_regex": "(東京|大阪|[😀😁])"}, {"東京", "大阪", "😀", "😁"}),
+        ({"json": {"enum": words}}, {f'"{word}"' for word in words}),
+        ({"choice": words}, set(words)),
+        ({"regex": "(東京|大阪|[😀😁])"}, {"東京", "大阪", "😀", "😁"}),
     ]
     async with served(tmp_path / "data", tmp_path / "tiny") as (_, client):
         for seed in range(8):
             for fields, answers in wanted:
                 asked = {"stream": True, "seed": seed, "logprobs": logprobs, "max_tokens": 50}
-                body = chat(model=str(tmp_path / "tiny"), **asked, **fields)
+                body = chat(model=str(tmp_path / "tiny"), **asked, structured_outputs=fields)
                 *chunks, done = events((await client.post(CHAT, json=body, timeout=60)).text)
                 texts = [one["choices"][0]["delta"].get("content") or "" for one in chunks]
                 assert ("[DONE]", "stop") == (done, chunks[-1]["choices"][0]["finish_reason"])

@@ -283,7 +283,12 @@ class Life:
     async def _ask_what_cannot_be(self, app: Any) -> None:
         """Once nobody else asks: others with such a grammar may be refused for something else."""
         regex = next(each for each in map(str, range(99)) if not _number(rule_of(each)) % 5)
-        body = {"model": "bytes", "prompt": [1], "stream": False, "guided_regex": regex}
+        body = {
+            "model": "bytes",
+            "prompt": [1],
+            "stream": False,
+            "structured_outputs": {"regex": regex},
+        }
         visit = Visit(app, "/v1/completions", body, **self.keys["acme"]).start()
         await visit.task
         self._take(visit, body, left=False)
@@ -302,7 +307,8 @@ class Life:
         if body["stream"]:
             body["stream_options"] = {"include_usage": True}
         if chance.random() < 0.5:
-            body["guided_regex"] = chance.choice("abcdefghij") * chance.randrange(1, 4)
+            regex = chance.choice("abcdefghij") * chance.randrange(1, 4)
+            body["structured_outputs"] = {"regex": regex}
         words = "".join(chance.choice("xyz") for _ in range(chance.choice((0, 3, 9))))
         text = chance.choice(("", "law " * 5, "rules " * 12)) + words or "hi"
         if chance.random() < 0.3:
