@@ -99,7 +99,7 @@ def identity_of(config: Any, kv_cache: Any) -> EngineIdentity:
         raise UnsupportedKv("decode context parallelism spreads one block over several ranks")
     groups = groups_of(config, kv_cache)
     scope = CacheScope(
-        weights=_weights(config.model_config) + config.model_config.compute_hash().encode(),
+        weights=weights_digest(config.model_config) + config.model_config.compute_hash().encode(),
         layout=_described(config, kv_cache, groups),
     )
     return EngineIdentity(scope, groups, parallel.tensor_parallel_size)
@@ -137,7 +137,7 @@ def _described(config: Any, kv_cache: Any, groups: Sequence[KvGroup]) -> bytes:
         f"tensor parallel {config.parallel_config.tensor_parallel_size}",
         f"order {order}",
         f"backend {getattr(attention, 'backend', None)}",
-        f"device {_device()}",
+        f"device {device_name()}",
     )
     return b"vllm:" + xxhash.xxh3_128_digest("\n".join(facts).encode())
 
@@ -148,7 +148,7 @@ def _specs(kv_cache: Any, groups: Sequence[KvGroup]) -> list[str]:
     return specs + ([repr([group.layers for group in groups])] if groups[1:] else [])
 
 
-def _device() -> str:
+def device_name() -> str:
     """The kind of device. On a CPU it includes the instruction set, which determines how K is
     packed."""
     from vllm.platforms import current_platform
@@ -169,7 +169,8 @@ def _cpu_flags() -> str:
     return " ".join(sorted(next(lines, "").partition(":")[2].split()))
 
 
-def _weights(model: Any) -> bytes:
+def weights_digest(model: Any) -> bytes:
+    """Of the files that a model was loaded from. Raises UnsupportedKv if they are not found."""
     folder = Path(model.model)
     if not folder.exists():
         folder = _snapshot(model.model, model.revision)

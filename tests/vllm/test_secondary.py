@@ -1,0 +1,201 @@
+"""Our disk as a secondary tier of vLLM's own offload, whose manager, keys and jobs are real."""
+
+import json
+import subprocess
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+
+from tests.vllm.processes import PYTHON, ROOT, environment
+
+pytestmark = pytest.mark.vllm
+COUNT = 32
+
+
+class Offloading:
+    """A process of vLLM's environment; see `tests.vllm.offload`."""
+
+    def __init__(self, log: Path) -> None:
+        self.log = log
+        with log.open("wb") as errors:
+            self._process = subprocess.Popen(
+                [PYTHON, "-m", "tests.vllm.offload"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                cwd=ROOT,
+                env=environment(1, core_apart=False),
+                text=True,
+            )
+
+    def __call__(self, do, **asked):
+        self.tell(do, **asked)
+        for line in self._process.stdout:
+            if line.startswith("> "):
+                return json.loads(line[2:])
+        raise AssertionError(self.log.read_text()[-4000:])
+
+    def tell(self, do, **asked):
+        self._process.stdin.write(json.dumps({"do": do, **asked}) + "\n")
+        self._process.stdin.flush()
+
+    def ended(self):
+        return self._process.wait(60)
+
+    def close(self):
+        self._process.stdin.close()
+        self._process.stdout.close()
+        self._process.wait()
+
+
+@pytest.fixture(scope="module")
+def vllm(tmp_path_factory):
+    if not PYTHON.exists():
+        pytest.fail("there is no .venv-vllm; run make test-vllm")
+    running = Offloading(tmp_path_factory.mktemp("vllm") / "log")
+    yield running
+    running.close()
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    """A model to this tier: files of which blocks depend."""
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+@pytest.fixture
+def tier(tmp_path):
+    return {"type": "cachesvc", "dir": str(tmp_path / "kv"), "bytes": "256MiB"}
+
+
+@pytest.fixture
+def opened(vllm, weights, tier):
+    """Opens the tier, with other options where the test wants them."""
+
+    def opened(**more):
+        folder = str(more.pop("model", weights))
+        dtype = more.pop("dtype", "bfloat16")
+        told = vllm("open", model=folder, tier=tier | more, dtype=dtype)
+        assert {} == told, told
+        return vllm
+
+    return opened
+
+
+def files_of(tier):
+    return [each for each in Path(tier["dir"]).rglob("*") if each.is_file()]
+
+
+def test_what_vllm_stores_comes_back_from_disk_after_a_restart(opened):
+    engine = opened()
+    engine("store", first=0, count=COUNT)
+    for _ in range(2):
+        loaded = engine("load", first=0, count=COUNT + 4)
+        assert ([*range(COUNT)], []) == (loaded["hits"], loaded["wrong"])
+        assert ["disk"] == loaded["sources"]
+        engine("close")
+        engine = opened()
+    engine("close")
+
+
+@pytest.mark.parametrize("what", ["files", "dtype", "scope"])
+def test_blocks_of_another_model_dtype_or_scope_are_not_found(opened, tmp_path, what):
+    engine = opened()
+    engine("store", first=0, count=4)
+    engine("close")
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text('{"rope_theta": 1}')
+    more = {"files": {"model": other}, "dtype": {"dtype": "float16"}, "scope": {"scope": "long"}}
+    engine = opened(**more[what])
+    assert [] == engine("load", first=0, count=4)["hits"]
+    engine("close")
+    engine = opened()
+    assert [0, 1, 2, 3] == engine("load", first=0, count=4)["hits"]
+    engine("close")
+
+
+def test_damage_is_a_miss_of_what_it_hit_and_is_never_found_again(opened, tier):
+    engine = opened()
+    engine("store", first=0, count=COUNT)
+    engine("close")
+    data = max(files_of(tier), key=lambda each: each.stat().st_size)
+    with data.open("r+b") as file:  # a page in the middle of a record
+        file.seek(data.stat().st_size // 2)
+        file.write(bytes(4096))
+    engine = opened()
+    first = engine("load", first=0, count=COUNT)
+    assert [] == first["wrong"]
+    [lost] = {*range(COUNT)} - {*first["hits"]}
+    assert first["hits"] == engine("held", first=0, count=COUNT)
+    again = engine("load", first=0, count=COUNT)
+    assert (first["hits"], []) == (again["hits"], again["wrong"])
+    engine("store", first=lost, count=1)
+    assert [*range(COUNT)] == engine("load", first=0, count=COUNT)["hits"], "computed again"
+    engine("close")
+
+
+def test_it_is_bounded_and_keeps_what_was_used_last(opened, tier):
+    engine = opened(bytes="64MiB", enable_kv_events=True)
+    for first in range(0, 6 * COUNT, COUNT):
+        engine("store", first=first, count=COUNT)
+        engine("load", first=0, count=4)
+    assert sum(each.stat().st_blocks * 512 for each in files_of(tier)) <= 64 << 20
+    assert [0, 1, 2, 3] == engine("load", first=0, count=4)["hits"]
+    assert [] == engine("load", first=COUNT, count=COUNT)["hits"]
+    last = engine("load", first=5 * COUNT, count=COUNT)
+    assert len(last["hits"]) > COUNT // 2 and not last["wrong"]
+    events = engine("close")["events"]
+    stored = sum(count for removed, count in events if not removed)
+    gone = sum(count for removed, count in events if removed)
+    assert stored - gone <= 64 and gone > 3 * COUNT, "what left was told"
+
+
+def test_killed_while_it_writes_it_serves_what_was_written_and_nothing_wrong(
+    vllm, weights, tier, opened, tmp_path
+):
+    other = Offloading(tmp_path / "log")
+    assert {} == other("open", model=str(weights), tier=tier)
+    other("store", first=0, count=COUNT)
+    second = vllm("open", model=str(weights), tier=tier)
+    assert "another server" in second["error"] or "dir of its own" in second["error"]
+    other.tell("die", first=COUNT, count=COUNT)
+    assert -9 == other.ended()
+    other.close()
+    engine = opened()
+    loaded = engine("load", first=0, count=2 * COUNT)
+    assert [*range(COUNT)] == loaded["hits"][:COUNT], "what had been written"
+    assert [] == loaded["wrong"]
+    engine("close")
+
+
+def test_a_lookup_does_not_wait_for_a_disk_that_hangs(opened):
+    engine = opened()
+    waited = engine("hang")
+    assert [] == waited["hits"]
+    assert waited["seconds"] < 30
+    engine("close")
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"type": "cachesvc", "bytes": "1GiB"}, "needs dir"),
+        ({"type": "cachesvc", "dir": "kv", "bytes": "1GiB", "root_dir": "x"}, "knows no root_dir"),
+        ({"type": "cachesvc", "dir": "kv", "bytes": "much"}, "is not a size"),
+        ({"type": "cachesvc", "dir": "kv", "bytes": "1MiB"}, "too small"),
+    ],
+)
+def test_options_that_cannot_be_used_are_refused_by_name(vllm, weights, tmp_path, options, told):
+    options = {**options, **({"dir": str(tmp_path / "kv")} if "dir" in options else {})}
+    assert told in vllm("open", model=str(weights), tier=options)["error"]
+    nothing = vllm("open", model=str(tmp_path), tier=options | {"bytes": "1GiB"})
+    assert "error" in nothing
+
+
+def test_vllm_finds_the_connector_and_the_tier_by_the_entry_point():
+    found = {each.value for each in entry_points(group="vllm.general_plugins")}
+    assert "cachesvc.vllm.plugin:register" in found
