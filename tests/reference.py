@@ -37,8 +37,8 @@ terminated before it served. `cachesvc --install-completion` installs completion
 METRICS_INTRO = """# Metrics
 
 `GET /metrics` answers in Prometheus' text format, with base units and closed label sets. Compute
-ratios in queries. Amounts of money are in 1e-12 of the currency unit. The names that vLLM's boards
-use are exposed as well.
+ratios in queries. Amounts of money are in 1e-12 of the currency unit. Load is told under vLLM's
+names as well, for routers made for it; for its boards, use ours in `ops/grafana`.
 """
 ERRORS_INTRO = """# Errors
 

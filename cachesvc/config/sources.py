@@ -121,7 +121,7 @@ REMOVED = {
     "server.turn_tokens": "a million tokens of recent turns are kept; take it out",
     "model.threads": "set OMP_NUM_THREADS instead",
     "billing.slice_tokens": "a hold covers 256 output tokens at a time; take it out",
-    "metrics.vllm_aliases": "vLLM's names are always exposed; take it out",
+    "metrics.vllm_aliases": "load is always told under vLLM's names too; take it out",
     "events.zmq_keep": "10000 batches are kept for replay; take it out",
     **{
         f"events.zmq_{key}": f'write events.zmq = {{endpoint = "...", {instead} = "..."}} instead'

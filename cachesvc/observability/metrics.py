@@ -6,7 +6,6 @@ called at each event: `observe_outputs` on the engine thread, once per step; `ob
 to queries. Their rows are in `cachesvc.observability.table`.
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
@@ -30,7 +29,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from cachesvc.observability.latency import Latencies
-from cachesvc.observability.names import ROUTES, VLLM_ALIASES, Alias
+from cachesvc.observability.names import ROUTES
 from cachesvc.observability.snapshot import Sources
 from cachesvc.observability.table import METRICS, OBSERVED, MetricSample, samples
 from engine.request import StepOutput, TokenCounts
@@ -63,10 +62,7 @@ class Metrics:
                 metric = self._counters[row.name] = PromCounter(*described, registry=self.registry)
             for value in row.at_zero:
                 metric.labels(value)
-        current = _SnapshotCollector(partial(samples, sources))
-        self.registry.register(current)
-        ours = [*self._counters.values(), *self._histograms.values(), current]
-        self.registry.register(_AliasCollector(ours, sources.model))
+        self.registry.register(_SnapshotCollector(partial(samples, sources)))
         self._last_token_ns: dict[tuple[str, int], int] = {}
 
     def render(self) -> tuple[bytes, str]:
@@ -214,47 +210,3 @@ class _SnapshotCollector(Collector):
                 assert not isinstance(sample.value, Spread), sample
                 family.add_metric(sample.labels, sample.value)
         yield from families.values()
-
-
-class _AliasCollector(Collector):
-    """The same values under vLLM's names, with its `model_name` label."""
-
-    def __init__(self, sources: Sequence[Collector], model: str) -> None:
-        self._sources = sources
-        self._model = model
-
-    def describe(self) -> Iterable[Metric]:
-        return ()
-
-    def collect(self) -> Iterator[Metric]:
-        found = {family.name: family for source in self._sources for family in source.collect()}
-        for name, alias in VLLM_ALIASES.items():
-            family = found.get(alias.metric.removesuffix("_total"))
-            if family is not None:
-                below = found[alias.per] if alias.per is not None else None
-                yield self._renamed(name, alias, family, below)
-
-    def _renamed(self, name: str, alias: Alias, family: Metric, below: Metric | None) -> Metric:
-        sums = _sums(family, alias)
-        renamed = Metric(name, family.documentation, family.type)
-        if below is not None:
-            wholes = _sums(below, alias)
-            sums = {place: value / (wholes[place] or 1.0) for place, value in sums.items()}
-        for (suffix, labels), value in sums.items():
-            renamed.add_sample(name + suffix, {"model_name": self._model, **dict(labels)}, value)
-        return renamed
-
-
-def _sums(family: Metric, alias: Alias) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-    """Values by suffix and remaining labels: a bucket's bound, and the label kept by the alias."""
-    sums: dict[tuple[str, tuple[tuple[str, str], ...]], float] = defaultdict(float)
-    for sample in family.samples:
-        if sample.name.endswith("_created"):
-            continue
-        if alias.where is not None and sample.labels[alias.where[0]] not in alias.where[1]:
-            continue
-        kept = [("le", sample.labels["le"])] if "le" in sample.labels else []
-        if alias.by is not None:
-            kept.append((alias.by[1], sample.labels[alias.by[0]]))
-        sums[sample.name.removeprefix(family.name), tuple(kept)] += sample.value
-    return dict(sums)

@@ -138,6 +138,19 @@ ENGINE = (
     ),
     counter("jumped_tokens", "jumped_tokens", "Generated tokens that a grammar forced"),
 )
+# Under vLLM's names, for routers made for it, which send a prompt where fewest wait.
+VLLM = tuple(
+    Metric("gauge", f"vllm:{name}", read, meaning, ("model_name",))
+    for name, read, meaning in (
+        ("num_requests_running", "num_running", "As cachesvc_running_requests"),
+        ("num_requests_waiting", "num_waiting", "As cachesvc_waiting_requests"),
+        (
+            "kv_cache_usage_perc",
+            lambda e: e.cache.device.used_bytes / (e.cache.device.capacity_bytes or 1.0),
+            "Share of the device tier in use, 0 to 1",
+        ),
+    )
+)
 # Of an engine at a URL, which is the first label of each, and of the model that it computes.
 ENGINES = (
     gauge("engine_up", "is_up", "1 while an engine at a URL answers", "engine", "model"),
@@ -323,6 +336,7 @@ METRICS: Mapping[str, Metric] = {
         OBSERVED,
         SERVER,
         ENGINE,
+        VLLM,
         ENGINES,
         TIER,
         DISK,
@@ -341,6 +355,7 @@ def samples(now: Sources) -> Iterator[MetricSample]:
     cache = engine.cache
     yield from _samples(SERVER, now)
     yield from _samples(ENGINE, engine)
+    yield from _samples(VLLM, engine, now.model)
     for each in engine.engines:
         yield from _samples(ENGINES, each, each.url, each.model)
     for tier in _tiers(cache):

@@ -36,9 +36,9 @@ def test_every_setting_metric_and_command_is_documented():
     assert [] == [name for name in COMMANDS if f"## cachesvc {name}" not in headings]
 
 
-def test_every_metric_is_on_a_board():
+def test_every_metric_of_ours_is_on_a_board():
     boards = "".join(path.read_text() for path in (ROOT / "ops").rglob("*.json"))
-    assert [] == [name for name in METRICS if name not in boards]
+    assert [] == [name for name in METRICS if name not in boards and not name.startswith("vllm:")]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
