@@ -1,22 +1,15 @@
 """A request under way when its tenant is purged: it is answered, and nothing of it stays."""
 
 import asyncio
-import sqlite3
 import threading
-from contextlib import closing
 from typing import Any
 
 import pytest
 
 from api.requests.kept import owner_of
-from cachesvc.operator.purge import RECEIPTS
-from cachesvc.server.kept_turns import FILE_NAME
-from engine.request import FinishReason
 from engine.structure import GrammarSource
 from tests.api.conftest import begun, running
-from tests.api.real_service import served
 from tests.api.test_structured_wire import Compiled, RecordingCompiler
-from tests.support.models import save_tiny_model
 from tests.support.wire import FakeHouse, Script, fake_house
 
 SAID = [{"role": "user", "content": "hi"}]
@@ -87,57 +80,3 @@ async def test_what_had_not_reached_the_engine_is_computed_without_the_cache():
         assert 200 == (await asked).status_code
         assert 200 == (await client.post("/v1/chat/completions", json=body)).status_code
         assert [False, True] == [request.cache for request in house.engine.requests]
-
-
-@pytest.mark.timeout(120)
-async def test_a_purge_of_the_real_service_leaves_nothing_of_a_running_request(tmp_path):
-    save_tiny_model(tmp_path / "tiny")
-    data_dir, model = tmp_path / "data", str(tmp_path / "tiny")
-    body = {"model": model, "messages": SAID, "max_tokens": 900, "ignore_eos": True}
-    async with served(data_dir, tmp_path / "tiny") as (service, client):
-        engine = service.core.engine
-        asked = asyncio.create_task(client.post("/v1/chat/completions", json=body))
-        while not engine.stats().num_running:
-            await asyncio.sleep(0.001)
-        order = {"kind": "tenant", "name": "default", "why": "the customer asked"}
-        headers = {"Authorization": f"Bearer {service.dashboard.parts.operator_token}"}
-        purged = await client.post("/admin/api/cache/purge", json=order, headers=headers)
-        assert 200 == purged.status_code, purged.text
-        assert not asked.done()
-        [running_id] = engine._intake._in_flight
-        engine.abort(running_id, FinishReason.LENGTH)
-        answer = await asked
-        assert (200, "length") == (answer.status_code, answer.json()["choices"][0]["finish_reason"])
-        assert 0 == engine.stats().cache.device.num_blocks
-    with closing(sqlite3.connect(data_dir / FILE_NAME)) as file:
-        assert [(0,)] == file.execute("SELECT count(*) FROM kept").fetchall()
-
-
-async def test_a_purge_that_cannot_remove_stored_turns_gives_no_receipt(tmp_path):
-    """It was signed while the removal waited for a thread that would have failed."""
-    save_tiny_model(tmp_path / "tiny")
-    data_dir = tmp_path / "data"
-    order = {"kind": "tenant", "name": "default", "why": "the customer asked"}
-    body = {"model": str(tmp_path / "tiny"), "messages": SAID, "max_tokens": 2}
-    async with served(data_dir, tmp_path / "tiny") as (service, client):
-        headers = {"Authorization": f"Bearer {service.dashboard.parts.operator_token}"}
-        with closing(sqlite3.connect(data_dir / FILE_NAME, isolation_level=None)) as file:
-
-            def num_stored() -> int:
-                return int(file.execute("SELECT count(*) FROM kept").fetchone()[0])
-
-            assert 200 == (await client.post("/v1/chat/completions", json=body)).status_code
-            while not num_stored():
-                await asyncio.sleep(0.01)
-            file.execute(
-                "CREATE TRIGGER full BEFORE DELETE ON kept "
-                "BEGIN SELECT RAISE(ABORT, 'disk is full'); END"
-            )
-            refused = await client.post("/admin/api/cache/purge", json=order, headers=headers)
-            error = refused.json()["error"]
-            assert (409, "purge_failed") == (refused.status_code, error["code"])
-            assert "disk is full" in error["message"]
-            assert not (data_dir / RECEIPTS).exists()
-            file.execute("DROP TRIGGER full")
-            purged = await client.post("/admin/api/cache/purge", json=order, headers=headers)
-            assert (200, 0) == (purged.status_code, num_stored())
