@@ -32,6 +32,11 @@ pytestmark = pytest.mark.timeout(300)
 BLOCK = 16
 PROMPT = [number * 7 % 250 for number in range(150)]
 END = 144  # the last block's end before the prompt's
+LETTERS = {  # what a model of random bytes says is seldom text
+    "type": "json_schema",
+    "name": "letters",
+    "schema": {"type": "string", "pattern": "^[a-z]{40}$"},
+}
 SAID = [{"role": "user", "content": "hi"}]
 
 
@@ -211,6 +216,59 @@ async def test_a_purge_that_cannot_remove_stored_turns_gives_no_receipt(data_dir
             file.execute("DROP TRIGGER full")
             await purge(client, service)
             assert 0 == num_stored()
+
+
+async def test_a_conversation_goes_on_after_a_restart_from_the_tokens_it_was_left_in(
+    data_dir, tiny
+):
+    before = {}
+    for number in range(3):
+        async with served(data_dir, tiny) as (_, client):
+            asked = {"model": str(tiny), "input": f"Question {number}: tell me all of it, please."}
+            asked |= {"text": {"format": LETTERS}, "temperature": 0}
+            asked |= {"previous_response_id": before["id"]} if before else {}
+            answer = (await client.post("/v1/responses", json=asked)).json()
+            if before:
+                left = before["usage"]["input_tokens"] + before["usage"]["output_tokens"]
+                cached = answer["usage"]["input_tokens_details"]["cached_tokens"]
+                # All but the last block, of which some was generated and never computed.
+                assert cached >= left - 2 * BLOCK > before["usage"]["input_tokens"]
+            before = answer
+    path = f"/v1/responses/{before['id']}"
+    async with served(data_dir, tiny) as (_, client):
+        assert before["id"] == (await client.get(path)).json()["id"]
+        assert (await client.delete(path)).json()["deleted"]
+    async with served(data_dir, tiny) as (_, client):
+        assert 404 == (await client.get(path)).status_code
+
+
+async def test_a_cache_is_kept_over_a_restart_quoted_and_hit(data_dir, tiny):
+    law = "The law of the land is long, and this is how it begins. " * 4
+    asked = {"model": str(tiny), "prompt": law + "And then?", "max_tokens": 1}
+    kept = {"model": str(tiny), "prompt": law, "ttl": "1h"}
+    async with served(data_dir, tiny) as (_, client):
+
+        async def quoted():
+            return (await client.post("/v1/cache/quote", json=asked)).json()
+
+        quote = await quoted()
+        assert (0, quote["prompt_tokens"]) == (quote["hit_tokens"], quote["miss_tokens"])
+        assert 0 < float(quote["price"]["prompt"]) <= float(quote["price"]["at_most"])
+        made = (await client.post("/v1/caches", json=kept | {"name": "law"})).json()
+        assert made["num_tokens"] >= BLOCK
+    async with served(data_dir, tiny) as (_, client):
+        found = (await client.get("/v1/caches/law")).json()
+        assert [made[name] for name in ("id", "num_tokens")] == [found["id"], found["num_tokens"]]
+        assert abs(made["expires_at"] - found["expires_at"]) <= 2 and str(tiny) == found["model"]
+        below = (await quoted())["hit_tokens_by_tier"]
+        assert (0, 0) == (below["device"], below["host"]) and below["disk"] >= made["num_tokens"]
+        await client.post("/v1/caches", json=kept | {"name": "again"})
+        above = (await quoted())["hit_tokens_by_tier"]
+        assert {"device": below["disk"], "host": 0, "disk": 0} == above, "it is warmed"
+        assert sum(hits(await ask(client, tiny, law + "And then?")).values()) >= made["num_tokens"]
+        for name in ("law", "again"):
+            assert (await client.delete(f"/v1/caches/{name}")).json()["deleted"]
+        assert [] == (await client.get("/v1/caches")).json()["data"]
 
 
 async def test_a_restart_loses_no_request_that_an_admin_saw(data_dir, tiny):

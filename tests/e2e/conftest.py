@@ -1,6 +1,7 @@
 """One server for all tests of the dashboard, a browser for each module, a visit for each test."""
 
 import asyncio
+import contextlib
 import re
 import socket
 import subprocess
@@ -61,22 +62,13 @@ def listening(app: Any) -> Iterator[str]:
     assert not thread.is_alive()
 
 
-@contextmanager
-def on_a_socket(house: FakeHouse) -> Iterator[Server]:
-    """A server over the scripted engine."""
-    try:
-        with listening(create_app(house.wire)) as url:
-            yield Server(house, f"{url}/v1")
-    finally:
-        house.close()
-    assert all(charge.num_settled + charge.num_voided == 1 for charge in house.meter.charges)
-
-
 @pytest.fixture
 def server():
     """A server over the scripted engine."""
-    with on_a_socket(fake_house()) as running:
-        yield running
+    house = fake_house()
+    with contextlib.closing(house), listening(create_app(house.wire)) as url:
+        yield Server(house, f"{url}/v1")
+    assert all(charge.num_settled + charge.num_voided == 1 for charge in house.meter.charges)
 
 
 @pytest.fixture(scope="session")
