@@ -7,7 +7,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,27 @@ from tests.patience import PATIENCE_S
 
 SCRIPT = Path(sys.executable).with_name("cachesvc")
 READY = re.compile(r"serves \S+ on (http://[^\s\"]+)")
+
+
+@contextmanager
+def serve(
+    log: Path, *arguments: object, **environment: str
+) -> "Iterator[tuple[subprocess.Popen[bytes], str]]":
+    """A running `cachesvc serve` on a free port, and its URL; ended, if the test has not, by
+    SIGKILL."""
+    env = {**os.environ, **environment}
+    with log.open("w") as out:
+        command = [SCRIPT, "serve", "--port", "0", *map(str, arguments)]
+        process = subprocess.Popen(command, stdout=out, stderr=out, env=env)
+    try:
+        deadline = time.monotonic() + PATIENCE_S
+        while not (found := READY.search(log.read_text())):
+            assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+            time.sleep(0.05)
+        yield process, found[1]
+    finally:
+        process.kill()
+        process.wait()
 
 
 class LiveServer:

@@ -2,16 +2,12 @@
 
 import asyncio
 import contextlib
-import re
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,11 +15,9 @@ import uvicorn
 
 from api.app import create_app
 from tests.dashboard_server import Visitor, chromium, serving
+from tests.live_server import serve
 from tests.patience import PATIENCE_S
 from tests.support.wire import FakeHouse, fake_house
-
-SCRIPT = Path(sys.executable).with_name("cachesvc")
-READY = re.compile(r"serves \S+ on (http://[^\s\"]+)")
 
 
 @pytest.fixture(scope="session")
@@ -75,22 +69,8 @@ def server():
 def default_server(tmp_path_factory):
     """The URL of `cachesvc serve` on the default model, for the tests of client libraries."""
     folder = tmp_path_factory.mktemp("clients")
-    log = folder / "serve.log"
-    with log.open("w") as out:
-        process = subprocess.Popen(
-            [SCRIPT, "serve", "--port", "0", "--data-dir", folder, "--disk-cache", "64MiB"],
-            stdout=out,
-            stderr=out,
-        )
-    try:
-        deadline = time.monotonic() + PATIENCE_S
-        while not (found := READY.search(log.read_text())):
-            assert process.poll() is None and time.monotonic() < deadline, log.read_text()
-            time.sleep(0.05)
-        yield found[1]
-    finally:
-        process.kill()
-        process.wait()
+    with serve(folder / "serve.log", "--data-dir", folder, "--disk-cache", "64MiB") as (_, url):
+        yield url
 
 
 @pytest.fixture(scope="module")

@@ -1,27 +1,21 @@
 """The program as a user runs it: the console script, the default model, signals, and a restart."""
 
 import json
-import os
-import re
 import signal
 import subprocess
-import sys
 import time
 import urllib.request
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.live_server import SCRIPT, serve
 from tests.patience import PATIENCE_S
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
-SCRIPT = Path(sys.executable).with_name("cachesvc")
-READY = re.compile(r"serves \S+ on (http://[^\s\"]+)")
 DOCUMENT = " ".join(
     f"Person {number} lives in town {number * 7 % 97} and has badge {number * 7919 % 10007}."
     for number in range(24)
@@ -33,36 +27,10 @@ def data_dir(tmp_path_factory):
     return tmp_path_factory.mktemp("data")
 
 
-@contextmanager
-def server(
-    data_dir: Path, write_policy: str = "on_evict"
-) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A running `cachesvc serve` and its URL; ended, if the test has not, by SIGKILL."""
-    log = data_dir / "serve.log"
-    with log.open("w") as out:
-        process = subprocess.Popen(
-            [SCRIPT, "serve", "--port", "0", "--data-dir", data_dir, "--disk-cache", "256MiB"],
-            stdout=out,
-            stderr=out,
-            text=True,
-            env={**os.environ, "CACHESVC_CACHE__WRITE_POLICY": write_policy},
-        )
-    try:
-        yield process, wait_for_url(process, log)
-    finally:
-        process.kill()
-        process.wait()
-
-
-def wait_for_url(process: subprocess.Popen[str], log: Path) -> str:
-    give_up = time.monotonic() + PATIENCE_S
-    while time.monotonic() < give_up:
-        found = READY.search(log.read_text())
-        if found:
-            return found[1]
-        assert process.poll() is None, log.read_text()
-        time.sleep(0.1)
-    raise AssertionError(f"not ready: {log.read_text()}")
+def server(data_dir: Path, write_policy: str = "on_evict") -> Any:
+    policy = {"CACHESVC_CACHE__WRITE_POLICY": write_policy}
+    sizes = ("--data-dir", data_dir, "--disk-cache", "256MiB")
+    return serve(data_dir / "serve.log", *sizes, **policy)
 
 
 def ask(url: str, question: str, system: str = "") -> dict[str, Any]:

@@ -23,7 +23,7 @@ import pytest
 import yaml
 import zmq
 
-from tests.e2e.test_serve import SCRIPT, wait_for_url
+from tests.live_server import serve
 from tests.patience import PATIENCE_S
 from tests.support.models import save_tiny_model
 
@@ -36,6 +36,7 @@ EMPTY = {
     *("Checkpoints of recurrent states", "Engines at URLs"),
     *("Faults", "Invariant violations", "Quotas"),
 }
+ENDS = {"endpoint": "events", "replay_endpoint": "replay"}
 SIZES = ["--device-cache", "2MiB", "--host-cache", "2MiB", "--disk-cache", "8MiB"]
 
 
@@ -90,31 +91,14 @@ def server(folder):
     """A real server of a tiny model, whose tiers are so small that they evict."""
     program()
     save_tiny_model(folder / "model")
+    ends = {name: f"ipc://{folder}/{end}" for name, end in ENDS.items()}
+    arguments = ("--model", folder / "model", "--block-size", "16", *SIZES)
+    environment = {"CACHESVC_CACHE__WEIGH_LOADS": "false", "CACHESVC_EVENTS__ZMQ": json.dumps(ends)}
     log = folder / "serve.log"
-    command = [SCRIPT, "serve", "--model", folder / "model", "--port", "0", "--block-size", "16"]
-    with log.open("w") as out:
-        process = subprocess.Popen(
-            [*command, *SIZES, "--data-dir", folder / "data"],
-            stdout=out,
-            stderr=out,
-            env={
-                **os.environ,
-                "CACHESVC_CACHE__WEIGH_LOADS": "false",
-                "CACHESVC_EVENTS__ZMQ": json.dumps(
-                    {
-                        "endpoint": f"ipc://{folder}/events",
-                        "replay_endpoint": f"ipc://{folder}/replay",
-                    }
-                ),
-            },
-        )
-    try:
-        yield wait_for_url(process, log)
+    with serve(log, *arguments, "--data-dir", folder / "data", **environment) as (process, url):
+        yield url
         process.send_signal(signal.SIGTERM)
         assert 0 == process.wait(PATIENCE_S), log.read_text()
-    finally:
-        process.kill()
-        process.wait()
 
 
 def program() -> str:
