@@ -42,10 +42,13 @@ TOKEN_CLASSES = (  # a class is one line here, and a field of `Usage` and `Rates
     TokenClass("storage_token_minutes", rate="storage_minute"),
     TokenClass("explicit_hit"),
     TokenClass("explicit_write"),
+    TokenClass("unreported"),
 )
 CLASSES = tuple(each.name for each in TOKEN_CLASSES)
 HIT_CLASSES = tuple(each.name for each in TOKEN_CLASSES if each.tier)  # the hottest tier first
 RATE_OF = {each.name: each.rate or each.name for each in TOKEN_CLASSES}  # names of prices
+WRITES = ("cache_write", "explicit_write", "cache_write_1h")
+RELATIVE = {"explicit_hit": "hit_device", "unreported": "miss"}  # priced as differences from these
 _ALWAYS_TOLD = ("device", "host", "disk")
 
 
@@ -55,8 +58,9 @@ class Usage:
 
     `cache_write` counts computed prompt tokens whose blocks were committed, `explicit_write` those
     that the request marked to keep, and `cache_write_1h` those marked for an hour or longer.
-    `explicit_hit` counts the hits within the marked part. They change the price and are not part of
-    the prompt sum. `storage_token_hours` and `storage_token_minutes` count started hours or minutes
+    `explicit_hit` counts the hits within the marked part, and `unreported` the misses of a prompt
+    whose engine did not say what it had cached. They change the price and are no part of the prompt
+    sum. `storage_token_hours` and `storage_token_minutes` count started hours or minutes
     of each token in a pinned prefix.
     """
 
@@ -72,6 +76,7 @@ class Usage:
     storage_token_minutes: int = 0
     explicit_hit: int = 0
     explicit_write: int = 0
+    unreported: int = 0
 
     def __post_init__(self) -> None:
         for name in CLASSES:
@@ -83,8 +88,12 @@ class Usage:
                 f"cache_write {self.cache_write} + {self.explicit_write} + {self.cache_write_1h} "
                 f"exceeds the computed prompt tokens {self.miss}"
             )
-        if self.explicit_hit > self.hit:
-            raise InvalidUsage(f"explicit_hit {self.explicit_hit} exceeds the hits {self.hit}")
+        for name, part, whole in (
+            ("explicit_hit", self.explicit_hit, self.hit),
+            ("unreported", self.unreported, self.miss),
+        ):
+            if part > whole:
+                raise InvalidUsage(f"{name} {part} exceeds the {whole} tokens that it is part of")
 
     @property
     def hit(self) -> int:
@@ -113,6 +122,7 @@ class Usage:
         written_marked: int = 0,
         written_1h: int = 0,
         marked: int = 0,
+        is_reported: bool = True,
     ) -> Self:
         """Usage from the engine's counts. Raises if the hits exceed the prompt.
 
@@ -131,6 +141,7 @@ class Usage:
             explicit_write=written_marked,
             cache_write_1h=written_1h,
             explicit_hit=min(hit, marked),
+            unreported=0 if is_reported else counts.prompt - hit,
         )
 
     @classmethod

@@ -16,6 +16,7 @@ from api.relay.body import Ascent
 from api.relay.protocol import answer_bytes, note_of
 from api.relay.refusal import MAX_REFUSAL_BYTES, refusal_of
 from api.relay.usage import UsageReader, billed
+from api.requests.delivery import UNCOUNTED
 from api.requests.metering import LedgerCharge
 from billing.gate.outcomes import Outcome
 from billing.usage import EMPTY, HIT_CLASSES, Usage
@@ -102,11 +103,19 @@ class Passage:
         self._stop()
 
     def usage(self) -> Usage:
-        return self._billed()[0]
+        left = self._is_asked and self._outcome is Outcome.CLIENT_GONE
+        if not (self._has_begun or left):
+            return EMPTY
+        return billed(
+            self._reader.counted,
+            most_prompt=self.job.prompt_most,
+            sent=self._num_sent,
+            most_output=self._covered,
+        )
 
     def served(self) -> Served:
-        usage, unreported = self._billed()
-        stop = MissReason.UNREPORTED if unreported else MissReason.ABSENT
+        usage = self.usage()
+        stop = MissReason.UNREPORTED if usage.unreported else MissReason.ABSENT
         computed = BlockRun(None, usage.hit, usage.miss, 1)
         return Served(
             self._outcome,
@@ -115,7 +124,7 @@ class Passage:
             self._when,
             self._error,
             refusal=self._charge.refusal if self._outcome is Outcome.BUDGET else None,
-            lookups=(Lookup((computed,), stop, 1),) if unreported else (),
+            lookups=(Lookup((computed,), stop, 1),) if usage.unreported else (),
         )
 
     async def deltas(self, idle_s: float | None = None) -> AsyncIterator[list[Delta]]:
@@ -166,10 +175,10 @@ class Passage:
         with site.serving():
             async with site.http.request("POST", path, data, headers, self._sent_up) as answer:
                 self._asked = answer.asked
-                if answer.status < 500:  # a body that it refuses is no fault of its own
-                    site.answered()
                 if answer.status != 200:
                     self._is_asked = False
+                    if answer.status < 500:  # a body that it refuses is no fault of its own
+                        site.answered()
                     said = await answer.whole(MAX_REFUSAL_BYTES)
                     raise refusal_of(answer, said)
                 is_stream = answer.headers.get("content-type", "").startswith(_STREAM)
@@ -265,25 +274,20 @@ class Passage:
         """Raises RemoteFault for an answer that broke off. Covers output that was not seen."""
         if not (self._is_complete or self._is_ending):
             raise self._asked.fault("its answer has no end", BROKE_OFF)
-        most = min(self._billed()[0].output, self.job.max_output)
-        self._covered = await self._cover(most)
+        usage, site = self.usage(), self._site
+        self._covered = await self._cover(min(usage.output, self.job.max_output))
+        assert site is not None, "it answered"
+        if self._charge.refuses(usage):
+            fault = self._asked.fault("no count of its prompt", UNCOUNTED)
+            site.failed(fault)
+            raise fault
+        site.answered()
 
     async def _cover(self, num_tokens: int) -> int:
         return await self._charge.cover(num_tokens, self._sent)
 
     def _sent(self) -> Usage:
         return self.usage() if self.job.stream else EMPTY
-
-    def _billed(self) -> tuple[Usage, bool]:
-        left = self._is_asked and self._outcome is Outcome.CLIENT_GONE
-        if not (self._has_begun or left):
-            return EMPTY, False
-        return billed(
-            self._reader.counted,
-            most_prompt=self.job.prompt_most,
-            sent=self._num_sent,
-            most_output=self._covered,
-        )
 
     def _stop(self) -> None:
         self._is_over = True

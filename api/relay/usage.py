@@ -171,8 +171,8 @@ def counted(said: Mapping[str, Any], *, excludes: bool = False) -> Counted:
         return Counted(prompt=prompt if shape.includes else None, output=output)
 
 
-def billed(seen: Counted, *, most_prompt: int, sent: int, most_output: int) -> tuple[Usage, bool]:
-    """The usage to bill, and whether a part of the prompt is unreported.
+def billed(seen: Counted, *, most_prompt: int, sent: int, most_output: int) -> Usage:
+    """The usage to bill.
 
     An unreported prompt is a miss of what the body could be at most, an unreported hit a miss.
     Unreported output is the tokens that were `sent` at least. Neither exceeds what is held.
@@ -180,17 +180,16 @@ def billed(seen: Counted, *, most_prompt: int, sent: int, most_output: int) -> t
     prompt, hits = seen.prompt, seen.hits
     output = min(sent if seen.output is None else seen.output, most_output)
     if prompt is None or not 0 < prompt <= most_prompt:
-        return Usage(miss=most_prompt, output=output), True
+        return Usage(miss=most_prompt, unreported=most_prompt, output=output)
     if hits is None:
-        return Usage(miss=prompt, output=output), True
-    usage = Usage(
+        return Usage(miss=prompt, unreported=prompt, output=output)
+    return Usage(
         **{f"hit_{tier}": tokens for tier, tokens in hits.items()},
         miss=prompt - sum(hits.values()),
         output=output,
         cache_write=seen.written - seen.written_1h,
         cache_write_1h=seen.written_1h,
     )
-    return usage, False
 
 
 def _shape_of(said: Mapping[str, Any], excludes: bool) -> Shape | None:

@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import orjson
@@ -35,11 +35,12 @@ from api.requests.metering import LedgerCharge
 from api.requests.publishing import PUBLISHED, Publisher
 from api.shapes.answer import WireFormat
 from billing.gate.outcomes import Outcome
-from billing.usage import Usage
+from billing.usage import EMPTY, Usage
 from engine.errors import RemoteFault
 from engine.request import FinishReason
 
 KEEPALIVE = b": keep-alive\n\n"
+UNCOUNTED = "The engine did not say what this request used."
 
 
 class Producer(Protocol):
@@ -118,7 +119,7 @@ class Delivery:
         except Exception as failure:  # noqa: BLE001  the top of this task: told, settled, logged
             error = failure
             self.generation.fail("the server failed while it read the answer")
-        served = self.generation.served()
+        served = self._sold(self.generation.served())
         try:
             delivered = not self._lost(served.outcome)
             bill = await self.charge.settle(served, delivered=delivered)
@@ -134,6 +135,15 @@ class Delivery:
             log_untold(self.generation.job.request_id, error)
             await self._send_error(send, answer_to(error))
         await self._report(served, bill, error)
+
+    def _sold(self, served: Served) -> Served:
+        """Nothing, of an answer whose engine did not say what it used, if the card wants that. A
+        client that leaves or runs out of money cannot cause this."""
+        ended = served.outcome in (Outcome.FINISHED, Outcome.FAILED)
+        if not (ended and self.charge.refuses(served.usage)):
+            return served
+        fault, why = served.fault or RemoteFault(UNCOUNTED), served.error or UNCOUNTED
+        return replace(served, usage=EMPTY, outcome=Outcome.FAILED, error=why, fault=fault)
 
     async def _report(self, served: Served, bill: Bill | None, error: Exception | None) -> None:
         complete = error is None and not self._gone

@@ -88,6 +88,11 @@ class _Part:
     over: bool = False
 
     @property
+    def is_reported(self) -> bool:
+        """The engine has not failed to say what it had cached."""
+        return self.lookup is None or self.lookup.stop is not MissReason.UNREPORTED
+
+    @property
     def ended(self) -> bool:
         return all(choice.finish is not None for choice in self.choices)
 
@@ -183,6 +188,7 @@ class Generation:
             written_marked=marked - for_1h,
             written_1h=for_1h,
             marked=job.tokens_marked,
+            is_reported=part.is_reported,
         )
 
     def _written(self, part: _Part, num_tokens: int) -> int:
@@ -195,8 +201,8 @@ class Generation:
         if not self.job.cache or counts is None or lookup is None:
             return 0
         kept = num_tokens // lookup.block_size * lookup.block_size
-        unknown = lookup.stop is MissReason.UNREPORTED
-        return 0 if unknown or counts.miss <= 1 else max(0, kept - counts.hit)
+        unknown = not part.is_reported or counts.miss <= 1
+        return 0 if unknown else max(0, kept - counts.hit)
 
     def served(self) -> Served:
         """What was served, and how it ended."""

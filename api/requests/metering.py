@@ -179,6 +179,10 @@ class LedgerCharge:
         tier = self._hold.context.service_tier
         return tier if tier in self._hold.pinned.ref.terms else ""
 
+    def refuses(self, usage: Usage) -> bool:
+        """Whether the card does not sell an answer whose prompt is unreported."""
+        return bool(usage.unreported) and self._hold.pinned.rates.unreported is None
+
     async def settle(self, served: Served, *, delivered: bool) -> Bill:
         """Posts the cost of `served` and releases the rest of the hold; durable on return.
 

@@ -28,7 +28,8 @@ class Rates:
     """Units per token of each usage class; storage per token and started hour or minute, None if
     not sold.
 
-    `explicit_hit` is the surcharge of an explicit hit, usually negative. `request` is the fee per
+    `explicit_hit` is the surcharge of an explicit hit, usually negative, and `unreported` that of a
+    miss which is unreported, None if such an answer is not sold. `request` is the fee per
     request, and `minimum` the minimum price of a request.
     """
 
@@ -44,6 +45,7 @@ class Rates:
     storage_minute: int | None = None
     explicit_hit: int = 0
     explicit_write: int = 0
+    unreported: int | None = 0
     request: int = 0
     minimum: int = 0
 

@@ -44,6 +44,7 @@ _CARD_FIELDS = {
 }
 _PER_REQUEST = {"request", "minimum"}  # amounts, not rates per million tokens
 _RATE_FIELDS = {"hit", *RATE_OF.values(), *_PER_REQUEST}
+REFUSED = "refused"  # for `unreported`: the answer is not sold
 _MOST_FEE = 10**6
 _REMOVED = dict.fromkeys(  # fields and shipped cards
     ("included", "monthly_minimum", "monthly-plan"),
@@ -420,6 +421,9 @@ class _Reader:
         for name in ("miss", "output"):
             if name not in priced:
                 self.fail(f"a price for {name!r} is needed", at)
+        if table.get("unreported") == REFUSED:
+            return replace(Rates(**priced), unreported=None)
+        priced["unreported"] = priced.get("unreported", priced["miss"]) - priced["miss"]
         return Rates(**priced)
 
     def fee(self, name: str, value: object, at: str) -> int:
@@ -430,6 +434,8 @@ class _Reader:
         return units
 
     def rate(self, name: str, value: object, at: str) -> int:
+        if name == "unreported" and value == REFUSED:
+            return 0
         if name in _PER_REQUEST:
             return self.fee(name, value, at)
         if isinstance(value, bool) or not isinstance(value, int | str | Decimal):

@@ -14,7 +14,7 @@ from itertools import combinations, pairwise
 
 from billing.money import rate_per_million as _rate
 from billing.prices.book import STANDARD, ModelPrice, RateCard, Rates, Window, most_specific
-from billing.usage import HIT_CLASSES
+from billing.usage import HIT_CLASSES, WRITES
 
 
 class Severity(StrEnum):
@@ -39,7 +39,6 @@ class CardFinding:
 
 _error, _warning = partial(CardFinding, Severity.ERROR), partial(CardFinding, Severity.WARNING)
 
-WRITES = ("cache_write", "explicit_write", "cache_write_1h")
 MOST_MINIMUM = 4096  # tokens; public price lists have 64 to 4,096
 
 
@@ -94,6 +93,12 @@ def _write(where: str, rates: Rates) -> Iterator[CardFinding]:
             "write-never-pays",
             where,
             "with its write price, a prefix used twice costs more cached than not",
+        )
+    if rates.of("unreported") < 0:
+        yield _warning(
+            "unreported-below-miss",
+            where,
+            "unreported prompts cost less than computed ones: clients gain by leaving early",
         )
     if rates.explicit_hit < 0 and rates.explicit_write > rates.cache_write:
         yield _warning(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from billing.prices.book import PinnedRate, Rates
-from billing.usage import CLASSES, HIT_CLASSES, Usage
+from billing.usage import CLASSES, HIT_CLASSES, RELATIVE, WRITES, Usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +49,9 @@ def rate(usage: Usage, pinned: PinnedRate) -> Charge:
     for name in CLASSES:
         if not (tokens := getattr(usage, name)):
             continue
-        if name == "explicit_hit" and not (counts_as_hit and rates.explicit_hit):
-            continue  # priced like other hits
+        is_plain = name in RELATIVE and not rates.of(name)
+        if is_plain or (name == "explicit_hit" and not counts_as_hit):
+            continue  # priced like other hits or misses
         is_short = name in HIT_CLASSES and not counts_as_hit
         per_token = rates.miss if is_short else rates.of(name)
         lines.append(Line(name, tokens, per_token, tokens * per_token))
@@ -58,6 +59,7 @@ def rate(usage: Usage, pinned: PinnedRate) -> Charge:
     prompt = usage.prompt
     fees = _fees(lines, of_tokens, rates) if prompt or usage.output else 0
     uncached = prompt * rates.miss + usage.output * rates.output
+    uncached += usage.unreported * rates.of("unreported")
     saved = uncached - of_tokens
     return Charge(tuple(lines), of_tokens + fees, saved, pinned.currency, fees)
 
@@ -90,7 +92,7 @@ def hold_amount(pinned: PinnedRate, *, prompt_tokens: int, output_tokens: int) -
     """
     rates = pinned.rates
     hit = max(rates.of(name) for name in HIT_CLASSES)
-    write = max(rates.cache_write, rates.explicit_write, rates.cache_write_1h)
-    dearest = max(rates.miss + write, hit + max(0, rates.explicit_hit))
+    more = max(*(rates.of(name) for name in WRITES), rates.of("unreported"))
+    dearest = max(rates.miss + more, hit + max(0, rates.explicit_hit))
     amount = prompt_tokens * dearest + output_tokens * rates.output
     return max(amount + rates.request, rates.minimum) if prompt_tokens else amount

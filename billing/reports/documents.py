@@ -17,10 +17,11 @@ from billing.gate.holds import StoredHold, decode_request
 from billing.keys import KeyInfo, Scope
 from billing.money import format_units, rate_per_million
 from billing.prices.book import ABOVE, DAYS, NS, STANDARD, ModelPrice, RateCard, Rates
+from billing.prices.cards import REFUSED
 from billing.prices.lint import CardFinding
 from billing.proof.result import Proof
 from billing.tenants import Tenant
-from billing.usage import HIT_CLASSES, RATE_OF
+from billing.usage import HIT_CLASSES, RATE_OF, RELATIVE
 
 if TYPE_CHECKING:
     from billing.proof.rerate import Difference, Plan
@@ -132,8 +133,10 @@ def _decimal(factor: Fraction) -> str:
 
 def price_text(rates: Rates, name: str) -> str:
     units = getattr(rates, name)
-    if name == "explicit_hit":  # shown as on the card; stored as the difference
-        units = rates.hit_device + units if units else None
+    if name == "unreported" and units is None:
+        return REFUSED
+    if name in RELATIVE:  # shown as on the card; stored as the difference
+        units = getattr(rates, RELATIVE[name]) + units if units else None
     return "-" if units is None else rate_per_million(units)
 
 

@@ -27,6 +27,7 @@ from billing.reports.usage import FIRST_DAY, LAST_DAY, Period, Query, Unit, char
 from billing.store import accounts as store_accounts
 from billing.store import reports as store_reports
 from billing.store.store import Connection, LedgerStore
+from billing.usage import RELATIVE
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +192,7 @@ def _group_lines(
         per_token = rates.of(name)
         amount = tokens * per_token
         left -= amount
-        if tokens and (amount or name != "explicit_hit"):
+        if tokens and (amount or name not in RELATIVE):
             rate, rounded = rate_per_million(per_token), round_half_even(amount, places)
             yield _line(ref, name, tokens, rate, amount, rounded)
     if sums.fees:

@@ -47,7 +47,7 @@ class Wide(TypeDecorator[int]):
         return None if value is None else int(value)
 
 
-SCHEMA = "2"  # the version of these tables; another's database is refused
+SCHEMA = "3"  # the version of these tables; another's database is refused
 
 metadata = MetaData()
 

@@ -67,8 +67,13 @@ class Upstream:
         return self._breaker.allows()
 
     def answered(self) -> None:
-        """It has begun an answer."""
+        """It answers as it should."""
         self._breaker.succeeded()
+
+    def failed(self, fault: RemoteFault) -> None:
+        self._errors += 1
+        if not isinstance(fault, RemoteBusy):
+            self._breaker.failed()
 
     def served(self, counts: TokenCounts) -> None:
         self._prompt_tokens += counts.prompt
@@ -81,9 +86,7 @@ class Upstream:
         try:
             yield
         except RemoteFault as fault:
-            self._errors += 1
-            if not isinstance(fault, RemoteBusy):
-                self._breaker.failed()
+            self.failed(fault)
             raise
         finally:
             self.num_in_flight -= 1

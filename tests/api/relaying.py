@@ -69,3 +69,8 @@ def paying(service: Service, units: int, tenant: str = "acme") -> dict[str, str]
 def bound(**asked: Any) -> int:
     """A prompt's tokens at most."""
     return len(orjson.dumps(asked)) + TEMPLATE_TOKENS
+
+
+def unreported(**asked: Any) -> dict[str, int]:
+    """The usage of a prompt that nobody tells."""
+    return dict.fromkeys(("miss", "unreported"), bound(**asked))

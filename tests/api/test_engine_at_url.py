@@ -272,7 +272,7 @@ async def test_after_the_first_token_a_stream_ends_with_an_error_and_pays_what_w
         answer = await client.post("/v1/completions", json=body(stream=True))
         events = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")]
         assert code == orjson.loads(events[-1])["error"]["code"]
-        assert [{"miss": 40, "output": 2}] == charges(service)
+        assert [{"miss": 40, "unreported": 40, "output": 2}] == charges(service)
         whole = await client.post("/v1/completions", json=body())
         assert whole.status_code in (502, 504)
         assert 1 == len(charges(service)), "of an answer sent whole nothing was sent"
@@ -293,7 +293,7 @@ async def test_a_client_that_leaves_pays_the_prompt_once_the_engine_has_it(
         visit = Visit(app, "/v1/completions", body(stream=stream), host="localhost").start()
         await visit.leave_when(lambda: bool(engine.asked))
         assert engine.left.wait(30) and begun() == 0
-        assert [{"miss": 40}] == charges(service)
+        assert [{"miss": 40, "unreported": 40}] == charges(service)
         metrics = (await client.get("/metrics")).text
         assert 'cachesvc_miss_tokens_total{reason="unreported"} 40.0' in metrics
         engine.shutdown()
@@ -316,7 +316,7 @@ async def test_a_count_that_cannot_be_is_not_guessed_and_the_prompt_is_a_miss(
         engine.script = UNREPORTED[case]
         answer = await client.post("/v1/completions", json=body())
         assert 200 == answer.status_code, answer.text
-        assert [{"miss": 40, "output": 2}] == charges(service)
+        assert [{"miss": 40, "unreported": 40, "output": 2}] == charges(service)
         metrics = (await client.get("/metrics")).text
         assert 'cachesvc_miss_tokens_total{reason="unreported"} 40.0' in metrics
 
@@ -469,4 +469,4 @@ async def test_what_ends_here_is_ended_in_the_engine_and_billed_as_a_miss(engine
         answer = await client.post("/v1/completions", json=body(stop=["ii"]))
         assert "H" == answer.json()["choices"][0]["text"]
         assert engine.left.wait(30)
-        assert [{"miss": 40, "output": 3}] == charges(service)
+        assert [{"miss": 40, "unreported": 40, "output": 3}] == charges(service)

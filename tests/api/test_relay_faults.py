@@ -17,22 +17,26 @@ import orjson
 import pytest
 
 from api.relay import passage
+from billing.prices.cards import parse_card
 from cachesvc.service import Service
 from engine.engine import EngineUse
 from tests.api.driver import Visit
-from tests.api.relaying import ALL, bound, charges, paying, quiet, relaying, usage_of
+from tests.api.relaying import ALL, bound, charges, paying, quiet, relaying, unreported, usage_of
 from tests.support.remote_engine import DONE, event
 from tests.support.stand_in import RESET, WAIT, Script, served
 from tests.support.upstream import (
     CACHED,
     CHAT,
     MESSAGES,
+    OUTPUT,
     PATHS,
     PROMPT,
     RESPONSES,
     STREAMS,
+    WHOLE,
     UpstreamServer,
     body,
+    compact,
     joined,
     stream_of,
 )
@@ -126,7 +130,7 @@ async def test_a_killed_endpoint_is_settled_once_wherever_it_was(up, tmp_path, p
             assert not any(each in answer.content for each in STREAMS[path][3]), why
             if path == CHAT:
                 assert STREAMS[path][2][0] not in answer.content, f"{why}: before it was settled"
-            expected = {"miss": bound(**asked), "output": num_sent} if num_sent else {}
+            expected = unreported(**asked) | {"output": num_sent} if num_sent else {}
             assert expected == usage, why
             if answer.status_code == 200:
                 assert "engine_fault" == code_at_the_end(path, answer.content), why
@@ -265,6 +269,63 @@ def _seen(answer: httpx.Response) -> tuple[int, str]:
     return answer.status_code, answer.json()["error"]["code"]
 
 
+CARD = """
+[card]
+name = "told"
+version = "1"
+currency = "CNY"
+valid_from = 2026-01-02T00:00:00Z
+[[model]]
+match = "*"
+hit = "0.1"
+miss = "1"
+output = "2"
+unreported = "{}"
+"""
+
+
+@pytest.mark.parametrize("price", ["3", "refused"])
+async def test_an_answer_without_a_count_costs_what_the_card_says_or_is_an_error(
+    up, tmp_path, monkeypatch, price
+):
+    """And then the endpoint is left alone, as one that fails. Who leaves pays all the same."""
+    monkeypatch.undo()  # with its breaker
+    head, text, end, _, done = STREAMS[CHAT]
+    up.script[CHAT] = [*head, *text, *end, *done]
+    up.whole[CHAT] = compact({**WHOLE[CHAT], "usage": None})
+    asked = [body(CHAT), body(CHAT, stream=True)]
+    is_sold = price != "refused"
+    async with relaying(tmp_path, up) as (service, client):
+        service._money.accounts.apply_card(parse_card(CARD.format(price)), by="test")
+        whole, streamed = [await client.post(CHAT, json=each) for each in asked]
+        assert is_sold == (whole.status_code == 200), whole.text
+        assert joined([*head, *text]) in streamed.content
+        assert is_sold == (streamed.content == joined(up.script[CHAT]))
+        sold = [unreported(**each) | {"output": OUTPUT} for each in asked]
+        assert (sold if is_sold else [{}, {}]) == [usage_of(each) for each in charges(service)]
+        costs = [3 * MISS * each["miss"] + 2 * MISS * OUTPUT for each in sold]
+        assert (costs if is_sold else [0, 0]) == [-each.amount for each in charges(service)]
+        metrics = (await client.get("/metrics")).text
+        counted = sum(bound(**each) for each in asked)
+        assert f'cachesvc_miss_tokens_total{{reason="unreported"}} {counted}.0' in metrics
+        up.script[CHAT] = [*head, *text[:2], WAIT]
+        visit = Visit(client._transport.app, CHAT, asked[1], host="localhost").start()
+        await visit.leave_when(lambda: '"i"' in visit.text)
+        up.go.set()
+        assert sold[1] | {"output": 2} == usage_of(charges(service)[2])
+        if not is_sold:
+            assert ("engine_fault", "failed") == (
+                whole.json()["error"]["code"],
+                charges(service)[0].details["outcome"],
+            )
+            assert "engine_fault" == code_at_the_end(CHAT, streamed.content)
+            assert not any(each in streamed.content for each in end)
+            shown = await client.get(f"/v1/cache/requests/{whole.headers['x-request-id']}")
+            assert "did not say" in shown.text
+            await client.post(CHAT, json=asked[0])
+            assert (3, False) == (sites(service)[0].errors, sites(service)[0].is_up)
+
+
 HALF = b'{"choices": [{"index": 0, "message": {"content": "H'
 # What the endpoint has sent, of a stream and of an answer that comes whole, when the client leaves.
 MOMENTS: dict[str, tuple[Script, Script]] = {
@@ -296,10 +357,10 @@ async def test_a_client_that_leaves_ends_the_work_and_pays_the_prompt_once_it_is
             entry = charges(service)[number]
             assert "client_gone" == entry.details["outcome"], moment
             sent = {"output": 2} if stream and moment == "in the middle" else {}
-            assert {"miss": bound(**asked), **sent} == usage_of(entry), moment
+            assert unreported(**asked) | sent == usage_of(entry), moment
         metrics = (await client.get("/metrics")).text
-        unreported = len(MOMENTS) * bound(**asked)
-        assert f'cachesvc_miss_tokens_total{{reason="unreported"}} {unreported}.0' in metrics
+        counted = len(MOMENTS) * bound(**asked)
+        assert f'cachesvc_miss_tokens_total{{reason="unreported"}} {counted}.0' in metrics
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -354,7 +415,7 @@ async def test_an_endpoint_that_never_ends_is_given_up_after_a_while(up, tmp_pat
         assert (504, "engine_timeout") == _seen(whole)
         streamed = await client.post(CHAT, json=asked)
         assert "engine_timeout" == code_at_the_end(CHAT, streamed.content)
-        expected = {"miss": bound(**asked), **sent} if sent else {}
+        expected = unreported(**asked) | sent if sent else {}
         assert [{}, expected] == [usage_of(entry) for entry in charges(service)]
         assert await asyncio.to_thread(up.left.wait, 30) and not sites(service)[0].num_in_flight
 

@@ -122,6 +122,7 @@ def cost(
     total += used.get("cache_write_1h", 0) * rate("cache_write_1h", marked)
     if "explicit_hit" in rates and not is_short:  # instead of what other hits cost
         total += used.get("explicit_hit", 0) * (rate("explicit_hit") - rate("hit"))
+    total += used.get("unreported", 0) * (rate("unreported", "miss") - rate("miss"))
     total += used.get("storage_token_minutes", 0) * rate("storage_minute")
     total *= factor / 10**6
     if used.get("miss", 0) + used.get("output", 0) + hits:
@@ -174,6 +175,8 @@ def card_text(draw: random.Random, number: int, valid_from: str, tenant: str | N
             lines += [f"hit_disk = {price(2)}"]
         if draw.random() < 0.5:
             lines += [f"cache_write_1h = {price(3)}", 'request = "0.0001"', 'minimum = "0.002"']
+        if draw.random() < 0.5:
+            lines += [f"unreported = {price(9)}"]
         if windows:
             lines += ["[model.night]", f"hit = {price(2)}", "[model.noon]", f"output = {price(9)}"]
         elif draw.random() < 0.7:
@@ -221,6 +224,7 @@ def test_an_independent_rater_agrees_with_every_charge(tmp_path, seed):
                 cache_write=draw.choice([0, miss // 4]),
                 explicit_write=draw.choice([0, miss // 4]),
                 cache_write_1h=draw.choice([0, miss // 2]),
+                unreported=draw.choice([0, 0, miss]),
             )
             used = replace(used, explicit_hit=draw.choice([0, used.hit // 2, used.hit]))
             if draw.random() < 0.1:

@@ -240,6 +240,7 @@ DAY = WINDOW.replace("00:30", "09:00").replace("08:30", "18:00")
         ("no-default", {"rates": "", "match": "a*"}),
         ("hit-above-miss", {"rates": "explicit_hit = 2"}),
         ("pin-below-miss", {"rates": "storage_minute = 0.01"}),
+        ("unreported-below-miss", {"rates": "unreported = 0.5"}),
         ("write-then-mark", {"rates": "explicit_hit = 0.05\nexplicit_write = 1"}),
         ("free", {"rates": "storage_minute = 0"}),
         ("minimum-without-effect", {"rates": 'request = "0.01"\nminimum = "0.01"'}),

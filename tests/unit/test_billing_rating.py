@@ -22,13 +22,15 @@ from billing.money import (
 )
 from billing.prices.book import STANDARD
 from billing.prices.cards import default_card, parse_card, shipped_cards
+from billing.prices.lint import lint
 from billing.prices.rating import hold_amount, rate, short_hits
+from billing.reports.documents import price_text
 from billing.usage import CLASSES, Usage
 from tests.support.billing import START_NS
 
 COUNT = st.integers(0, 10**7)
 USAGES = st.builds(
-    Usage,
+    lambda unreported, **counts: Usage(unreported=min(unreported, counts["miss"]), **counts),
     hit_device=COUNT,
     hit_host=COUNT,
     hit_disk=COUNT,
@@ -36,10 +38,18 @@ USAGES = st.builds(
     miss=COUNT,
     output=COUNT,
     storage_token_hours=COUNT,
+    unreported=COUNT,
 )
+
+
+def unreported(price: str) -> str:
+    """The launch card with a price for unreported prompts."""
+    return shipped_cards()["deepseek-launch"] + f'\nunreported = "{price}"\n'
+
+
 PINNED = [
     parse_card(text).pin("m", window)
-    for text in shipped_cards().values()
+    for text in (*shipped_cards().values(), *map(unreported, ("2.5", "0.3", "refused")))
     for window in parse_card(text).price_of("m").rates  # type: ignore[union-attr]
 ]
 
@@ -129,10 +139,30 @@ def test_a_charge_is_the_sum_of_its_lines_and_covered_by_its_hold(pinned, usage)
     charge = rate(usage, pinned)
     assert charge.amount == sum(line.tokens * line.per_token for line in charge.lines)
     uncached = usage.prompt * pinned.rates.miss + usage.output * pinned.rates.output
+    uncached += usage.unreported * (pinned.rates.unreported or 0)
     assert charge.amount - charge.fees + charge.saved == uncached
     held = hold_amount(pinned, prompt_tokens=max(1, usage.prompt), output_tokens=usage.output)
     storage = usage.storage_token_hours * (pinned.rates.storage or 0)
     assert charge.amount - storage <= held
+
+
+@pytest.mark.parametrize("price", ["2.50", "0.30", "0.00", "refused"])
+@given(usage=USAGES)
+def test_an_unreported_prompt_costs_what_the_card_says_and_saves_nothing(price, usage):
+    """A miss is 1 a million there. What nobody reports, though it is refused, is a client's cut."""
+    card = parse_card(unreported(price))
+    more, plain = (
+        rate(usage, card.pin("m", STANDARD)),
+        rate(usage, default_card().pin("m", STANDARD)),
+    )
+    each = 0 if price == "refused" else int(Decimal(price) * 10**6) - 10**6
+    assert more.amount - plain.amount == usage.unreported * each
+    assert more.saved == plain.saved, "no cache is behind it"
+    assert (price in ("0.30", "0.00")) == (
+        "unreported-below-miss" in {each.rule for each in lint(card)}
+    )
+    [shown] = {price_text(rates, "unreported") for rates in card.models[0].rates.values()}
+    assert price == shown
 
 
 @given(USAGES, USAGES)

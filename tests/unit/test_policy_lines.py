@@ -42,6 +42,9 @@ LINES: dict[str, list[str]] = {
     ],
     "`explicit_write` and": [f"{SHAPES}::test_a_shipped_card_charges_what_was_computed_by_hand"],
     "`explicit_hit`:": [f"{SHAPES}::test_an_explicit_hit_is_a_line_of_its_own"],
+    "`unreported`:": [
+        f"{RATING}::test_an_unreported_prompt_costs_what_the_card_says_and_saves_nothing"
+    ],
     "Hits are what was served": [
         f"{HITS}::test_what_is_computed_again_after_a_preemption_is_neither_a_hit_nor_billed_twice"
     ],
