@@ -19,13 +19,13 @@ from starlette.routing import Route
 
 from api.access.body_bound import BodyBound
 from api.access.cors import PublicCors
-from api.admin.headers import AdminHeaders
 from api.admin.later import LaterAdmin
 from api.admin.pages.base import refusal_page
 from api.admin.parts import AdminParts
 from api.collaborators import Collaborators
 from api.context import RequestLog
 from api.errors import ApiError, ErrorAnswer, NotJson, answer_to, log_untold
+from api.page_headers import PageHeaders
 from api.request_log import RequestLogger
 from api.routes import (
     account,
@@ -100,7 +100,7 @@ def create_app(
         app.add_exception_handler(kind, _answer)
     app.add_exception_handler(RequestValidationError, _refuse)
     app.add_middleware(BodyBound, max_bytes=wire.settings.max_body_bytes)
-    app.add_middleware(AdminHeaders)
+    app.add_middleware(PageHeaders)
     app.add_middleware(RequestLogger)
     if wire.settings.cors_origins:
         app.add_middleware(PublicCors, origins=wire.settings.cors_origins)

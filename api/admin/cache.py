@@ -61,7 +61,9 @@ async def pin(
         raise InvalidRequest("Say what to pin by one of `key`, `prompt` and `messages`.")
     prefix: Chain | KeyedPrefix
     if key is not None:
-        prefix = await _prefix_of(request, key)
+        prefix = await parts_of(request).cache.prefix_of(PrefixKey(bytes.fromhex(key)))
+        if not prefix.keys:
+            raise RecordNotFound(f"no whole prefix ends with block {key}; see `cachesvc cache ls`")
     elif (tenant is None) == (group is None):
         raise InvalidRequest("Say whose prompt it is: `tenant` or `group`.")
     else:
@@ -150,14 +152,6 @@ async def must_be_known(request: Request, name: str) -> None:
     """
     if name not in wire_of(request).access.salts.groups:
         await must_exist(request, name, "tenant or sharing group")
-
-
-async def _prefix_of(request: Request, key: str) -> KeyedPrefix:
-    """The prefix that ends with this block. Raises RecordNotFound."""
-    prefix = await parts_of(request).cache.prefix_of(PrefixKey(bytes.fromhex(key)))
-    if not prefix.keys:
-        raise RecordNotFound(f"no whole prefix ends with block {key}; see `cachesvc cache tree`")
-    return prefix
 
 
 async def _prefix(

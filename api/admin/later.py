@@ -9,9 +9,9 @@ from fastapi import FastAPI
 from starlette.routing import BaseRoute, Match
 from starlette.types import Receive, Scope, Send
 
-from api.admin.headers import PREFIX
 from api.admin.parts import AdminParts
 
+PREFIX = "/admin"
 FRONT = ("/", "/docs")  # of the dashboard's pages, those that are not under `/admin`
 
 

@@ -7,7 +7,6 @@ from fastapi import APIRouter, Depends, Request
 from api.admin.pages import (
     assets,
     explorer,
-    front,
     keys,
     login,
     money,
@@ -19,7 +18,7 @@ from api.admin.pages.forms import FormRoute
 from api.admin.parts import AdminParts
 from api.admin.routes import derived, ledger, prompts, stats
 
-_PAGES = (assets, login, explorer, front, keys, money, overview, requests, tenants)
+_PAGES = (assets, login, explorer, keys, money, overview, requests, tenants)
 AREAS = (
     derived.routes_of(FormRoute),
     *(area.router for area in (ledger, prompts, stats, *_PAGES)),

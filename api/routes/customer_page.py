@@ -10,8 +10,6 @@ from typing import Literal
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from api.page_headers import HEADERS, POLICY
-
 router = APIRouter(include_in_schema=False)
 
 
@@ -28,5 +26,4 @@ async def account_asset(name: Literal["account.js", "account.css"]) -> Response:
 
 def _asset(name: str, media_type: str) -> Response:
     text = (resources.files("api.routes") / "account_page" / name).read_text("utf-8")
-    headers = HEADERS | {"Content-Security-Policy": POLICY, "Cache-Control": "no-cache"}
-    return Response(text, media_type=media_type, headers=headers)
+    return Response(text, media_type=media_type, headers={"Cache-Control": "no-cache"})

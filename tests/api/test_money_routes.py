@@ -234,7 +234,7 @@ WRONG: list[tuple[str, Any, str, str | None]] = [
     ("/keys", {"tenant": "acme", "scopes": ["root"], **WHY}, "invalid_value", "scopes[0]"),
     ("/keys", {"tenant": "acme", "scopes": [], **WHY}, "invalid_value", "scopes"),
     ("/prices/apply", {"card": {"toml": "[card"}, **WHY}, "invalid_rate_card", None),
-    ("/prices/lint", {}, "invalid_rate_card", None),
+    ("/prices/lint", {"card": {}}, "invalid_rate_card", None),
     ("/prices/plan", {"card": {"name": "two-tier"}, "days": 0}, "invalid_value", "days"),
 ]
 
@@ -291,8 +291,8 @@ async def test_a_card_is_linted_planned_and_applied(client, ask, house):
     toml = toml.replace("2024-08-02T", "2030-01-01T")
     dearer = toml.replace('output = "2"', 'output = "9"')
     gamed = toml.replace('hit = "0.1"', 'hit = "5"')
-    assert [] == (await client.post("/prices/lint", json={"toml": toml})).json()
-    found = (await client.post("/prices/lint", json={"toml": gamed})).json()
+    assert [] == (await client.post("/prices/lint", json={"card": {"toml": toml}})).json()
+    found = (await client.post("/prices/lint", json={"card": {"toml": gamed}})).json()
     assert "hit-above-miss" in {finding["rule"] for finding in found}
     plan = (await client.post("/prices/plan", json={"card": {"toml": dearer}})).json()
     assert ["0.000049"] == [row["change"] for row in plan["rows"]]
@@ -304,9 +304,9 @@ async def test_a_card_is_linted_planned_and_applied(client, ask, house):
     again = await ask.refused("/prices/apply", {"card": {"toml": toml}, **WHY})
     assert (409, "rate_card_conflict", None) == again
     shown = {"name": "deepseek-launch", "version": "2030"}
-    assert dearer == (await client.post("/prices/show", json=shown)).json()["toml"]
+    assert dearer == (await client.post("/prices/show", json={"card": shown})).json()["toml"]
     path = {"name": "pyproject.toml"}
-    assert (404, "not_found", None) == await ask.refused("/prices/show", path)
+    assert (404, "not_found", None) == await ask.refused("/prices/show", {"card": path})
 
 
 async def test_an_open_hold_says_its_age_and_what_was_sent(ask, house):

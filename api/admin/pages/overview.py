@@ -1,15 +1,16 @@
 """The overview: running requests, latency, hits and revenue. And the cache: what each tier holds,
-serves, moves and evicts."""
+serves, moves and evicts. And what a browser sees first."""
 
 from typing import Final
 
 from fastapi import APIRouter, Request
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
 
 from api.admin.access import MayRead
 from api.admin.pages.base import render
 from api.admin.parts import parts_of
-from tiers.errors import FAULTS, MissReason
+from api.journal.why import FAULTS
+from tiers.errors import MissReason
 
 router = APIRouter(include_in_schema=False)
 
@@ -21,15 +22,20 @@ MEANINGS: Final = {
     MissReason.OVERLOADED: "the queue of loads was full",
     MissReason.NO_ROOM: "no free memory to load into",
     MissReason.DISABLED: "the request or the server turned the cache off",
-    MissReason.COLLISION: "the same key, another scope, parent or tokens",
-    MissReason.CHECKSUM: "the payload was not what had been written",
-    MissReason.TORN: "the record was shorter or longer than its header said",
-    MissReason.VERSION: "written by another record format",
-    MissReason.LAYOUT: "written for another block layout",
-    MissReason.IO_ERROR: "the operating system refused the read",
-    MissReason.DECODE: "the payload did not decompress",
-    MissReason.COPY: "the device refused to copy it",
+    MissReason.UNREPORTED: "an engine elsewhere did not say what it had cached",
+    **FAULTS,
 }
+
+
+@router.get("/")
+async def front() -> Response:
+    return RedirectResponse("/admin", 307)
+
+
+@router.get("/docs")
+async def api() -> Response:
+    """Any viewer of OpenAPI shows it. FastAPI's own would load scripts of others here."""
+    return RedirectResponse("/openapi.json", 307)
 
 
 @router.get("/admin")
@@ -56,5 +62,5 @@ async def cache(request: Request, found: MayRead) -> Response:
         found,
         stats=parts_of(request).stats(),
         reasons=list(MEANINGS.items()),
-        faults=FAULTS,
+        faults=list(FAULTS),
     )

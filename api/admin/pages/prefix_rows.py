@@ -8,7 +8,6 @@ import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import groupby
 from typing import Final
 
@@ -63,14 +62,6 @@ class PrefixRow:
         return strips + [(at, 0, n, 1) for n, at in places if at in (COMPUTING, LOADING)]
 
 
-def _num_in(tier: str, row: PrefixRow) -> int:
-    return row.node.num_in.get(tier, 0)
-
-
-def _less_in(tier: str, row: PrefixRow) -> float:
-    return -_num_in(tier, row)
-
-
 SORTS: Final[Mapping[str, Callable[[PrefixRow], float]]] = {
     "tokens": lambda row: -row.num_tokens,
     "size": lambda row: -row.nbytes,
@@ -78,7 +69,6 @@ SORTS: Final[Mapping[str, Callable[[PrefixRow], float]]] = {
     "used": lambda row: row.idle_s,
     "age": lambda row: -row.node.age_s,
     "saved": lambda row: -(row.saved or 0),
-    **{tier: partial(_less_in, tier) for tier in TIERS},
 }
 
 

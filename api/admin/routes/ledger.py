@@ -1,4 +1,4 @@
-"""/admin/api/ledger and prices: what the server alone can say, and what a card says.
+"""/admin/api/ledger: what the server alone can say.
 
 Reading a proof is cheap; making one reads every entry.
 """
@@ -8,8 +8,6 @@ from typing import Any
 from fastapi import APIRouter
 
 from api.admin.access import Books
-from api.admin.routes.derived import CardSource
-from billing.operations import prices
 from billing.proof.prover import Proved
 from billing.reports.documents import Document, proof_document
 from billing.reports.heads import heads_document, heads_of
@@ -49,18 +47,6 @@ def verify(books: Books) -> Document | None:
 def heads(books: Books) -> Document:
     """The last hash of each tenant and of the admin trail, to store where nobody can change it."""
     return heads_document(heads_of(books.store))
-
-
-@router.post("/prices/show", tags=["admin: prices"])
-def show_card(books: Books, source: CardSource) -> Document:
-    """One card, with its TOML."""
-    return prices.show_card(books, card=source.model_dump())
-
-
-@router.post("/prices/lint", tags=["admin: prices"])
-def lint_card(books: Books, source: CardSource) -> list[Document]:
-    """Warnings on a card: what can be gamed, loses money or is unclear."""
-    return prices.lint_card(books, card=source.model_dump())
 
 
 def _proved(proved: Proved | None) -> Document | None:

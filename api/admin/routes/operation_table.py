@@ -66,6 +66,8 @@ TABLE = (
     _post("budgets.set_budget", "/budgets"),
     _post("budgets.remove_budget", "/budgets/{name}/remove"),
     _get("prices.applied_cards", "/prices"),
+    _post("prices.show_card", "/prices/show"),
+    _post("prices.lint_card", "/prices/lint"),
     _post("prices.plan_card", "/prices/plan"),
     _post("prices.apply_card", "/prices/apply"),
     _get("usage.period_usage", "/usage"),
