@@ -15,7 +15,7 @@ from cachesvc.config.sections import CacheSection, EngineSection, ModelSection
 from cachesvc.config.settings import Settings
 from cachesvc.operator.scopes import other_arithmetics
 from cachesvc.server.backend import Backend, Deliver, MakeBackend
-from cachesvc.server.memory_limit import of_server, warn_of_limit
+from cachesvc.server.memory import of_server, warn_of_limit
 from cachesvc.server.remote import remote_settings
 from engine.composition import Core, compose
 from engine.errors import ModelError

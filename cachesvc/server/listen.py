@@ -16,7 +16,7 @@ from api.format import size
 from cachesvc.config.errors import ConfigError
 from cachesvc.config.places import NETWORK_FILE_SYSTEMS, disk_path, file_system, states_path
 from cachesvc.config.sections import CacheSection, ServerSection
-from cachesvc.server.spare_memory import total_bytes
+from cachesvc.server.memory import total_bytes
 from tiers.disk.directory import is_locked, read_holder
 from tiers.errors import DirectoryLocked, TierError
 

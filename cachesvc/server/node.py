@@ -10,7 +10,7 @@ from cachesvc.config.errors import ConfigError
 from cachesvc.config.sections import EventsSection
 from cachesvc.observability.kv_events import published
 from cachesvc.observability.table import MetricSample, node_samples
-from cachesvc.server.memory_limit import of_node, warn_of_limit
+from cachesvc.server.memory import of_node, warn_of_limit
 from cachesvc.server.supervisor import stop_signals
 from engine.operators.library import Operators
 from tiers.disk.format.planes import use_library

@@ -16,9 +16,9 @@ from cachesvc.observability.latency import Latencies
 from cachesvc.observability.metrics import Metrics
 from cachesvc.observability.snapshot import Sources
 from cachesvc.server.http import HttpServer
+from cachesvc.server.memory import SpareMemory
 from cachesvc.server.money import Money
 from cachesvc.server.served_models import Serving, stats_of
-from cachesvc.server.spare_memory import SpareMemory
 from tiers.tier import TierStats
 
 logger = logging.getLogger(__name__)

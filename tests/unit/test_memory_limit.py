@@ -8,7 +8,7 @@ from cachesvc.config.errors import ConfigError
 from cachesvc.config.sections import CacheSection, ModelSection, ServerSection
 from cachesvc.config.settings import Settings
 from cachesvc.server.compute import load, over
-from cachesvc.server.memory_limit import of_node, of_server, of_vllm, warn_of_limit
+from cachesvc.server.memory import of_node, of_server, of_vllm, warn_of_limit
 from engine import cgroups
 from engine.cgroups import memory_limit
 from tests.support.models import save_tiny_model
@@ -81,7 +81,7 @@ def test_a_start_says_that_full_caches_exceed_the_limit_or_the_machine(
     [said] = caplog.messages
     assert "control group is 1 GiB" in said and "lower --host-cache (1 GiB)" in said
     caplog.clear()
-    monkeypatch.setattr("cachesvc.server.memory_limit.total_bytes", lambda: 2 * GIB)
+    monkeypatch.setattr("cachesvc.server.memory.total_bytes", lambda: 2 * GIB)
     machine.put("memory.max", str(4 * GIB))
     warn_of_limit(of_node(3 * GIB))
     [said] = caplog.messages

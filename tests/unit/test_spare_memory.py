@@ -5,12 +5,12 @@ import sys
 
 import pytest
 
-from cachesvc.server.spare_memory import SpareMemory
+from cachesvc.server.memory import SpareMemory
 
 MIB = 1 << 20
 PROGRAM = """
 import ctypes, threading
-from cachesvc.server.spare_memory import SpareMemory, anonymous_bytes
+from cachesvc.server.memory import SpareMemory, anonymous_bytes
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p

@@ -18,7 +18,7 @@ from typing import Any
 from cachesvc.config.errors import ConfigError
 from cachesvc.config.places import disk_path, models_path
 from cachesvc.config.settings import Settings
-from cachesvc.server.memory_limit import of_vllm, warn_of_limit
+from cachesvc.server.memory import of_vllm, warn_of_limit
 from cachesvc.server.remote import remote_settings
 from cachesvc.server.vllm.adapters import VllmAdapter, max_rank, read_adapters
 from cachesvc.server.vllm.arguments import flags_of, vllm_flags

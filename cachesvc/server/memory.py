@@ -1,0 +1,122 @@
+"""The memory of this process: what it may have, what its caches take when full, and what malloc
+keeps.
+
+The system kills a process that exceeds the limit of its control groups, or what the machine has.
+Caches take memory as they fill, so that may happen long after the start.
+
+glibc gives threads arenas of their own, up to eight a core. What is freed in one between blocks in
+use stays resident for the next use, so a server grows with the most that its threads ever used at
+once (docs/measurements, "Memory"). Free memory at the end of a thread's arena stays: up to 64 MiB.
+"""
+
+import ctypes
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from api.format import size
+from cachesvc.config.sections import CacheSection
+from engine.cgroups import memory_limit
+from engine.hardware import CPU_CACHE_BYTES, CPU_COPIES_BYTES
+
+logger = logging.getLogger(__name__)
+
+GROWTH_BYTES = 64 << 20  # less is kept: memory that was returned is slow to touch again
+
+
+@dataclass(frozen=True, slots=True)
+class FullCaches:
+    """Bytes of ordinary memory that caches take when full, by the option that sets each, and those
+    of working copies that are kept for later prompts."""
+
+    by_option: Mapping[str, int]
+    copies_bytes: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.by_option.values()) + self.copies_bytes
+
+    @property
+    def largest(self) -> str:
+        """The option of the cache that takes most, and its size."""
+        option, num_bytes = max(self.by_option.items(), key=lambda each: each[1])
+        return f"{option} ({size(num_bytes)})"
+
+
+def of_server(cache: CacheSection, *, on_gpu: bool) -> FullCaches:
+    caches = of_vllm(cache, cache.host_bytes, on_gpu=on_gpu)
+    return caches if on_gpu else replace(caches, copies_bytes=CPU_COPIES_BYTES // 4)
+
+
+def of_vllm(cache: CacheSection, node_bytes: int, *, on_gpu: bool) -> FullCaches:
+    """Those of a server with vLLM. Of the node's memory, a control group pays for what its engine
+    writes, which may be all."""
+    if on_gpu:
+        return of_node(node_bytes)
+    device_bytes = cache.device_bytes or CPU_CACHE_BYTES
+    return FullCaches({"--device-cache": device_bytes, "--host-cache": node_bytes})
+
+
+def of_node(host_bytes: int) -> FullCaches:
+    return FullCaches({"--host-cache": host_bytes})
+
+
+def warn_of_limit(caches: FullCaches) -> None:
+    """Say if they will not fit beside what this process has now: its code and weights."""
+    limit, total = memory_limit(), total_bytes()
+    needed = anonymous_bytes() + caches.num_bytes
+    lowest = min((each for each in (limit, total) if each is not None), default=needed)
+    if needed > lowest:
+        whose = "limit of this process's control group" if lowest == limit else "of this machine"
+        logger.warning(
+            f"the memory {whose} is {size(lowest)}, and with full caches the process needs "
+            f"{size(needed)}: lower {caches.largest}, or the system may end it"
+        )
+
+
+class SpareMemory:
+    """Returns memory to the system that malloc keeps after it was freed. Off the event loop.
+
+    Invariant: after a call the process has grown by less than `growth_bytes` since the last
+    return, or malloc has nothing left to return. Without glibc nothing happens."""
+
+    def __init__(
+        self,
+        growth_bytes: int = GROWTH_BYTES,
+        *,
+        resident: Callable[[], int] | None = None,
+        trim: Callable[[int], int] | None = None,
+    ) -> None:
+        self._growth_bytes = growth_bytes
+        self._resident = resident or anonymous_bytes
+        self._trim = trim or getattr(ctypes.CDLL(None), "malloc_trim", None)
+        self._least: int | None = None
+
+    def give_back(self) -> None:
+        """Return it, if the process has grown that much. 100 ms for 240 MiB on a busy machine."""
+        resident = self._resident()
+        if self._least is None or resident < self._least:
+            self._least = resident
+        if resident - self._least >= self._growth_bytes and self._trim is not None:
+            self._trim(0)
+            self._least = self._resident()
+
+
+def anonymous_bytes() -> int:
+    """Resident memory of this process that is no file's; 0 where /proc does not tell."""
+    return _told("/proc/self/status", "RssAnon:") or 0
+
+
+def total_bytes() -> int | None:
+    """What the machine has; None where /proc does not tell."""
+    return _told("/proc/meminfo", "MemTotal:")
+
+
+def _told(file: str, name: str) -> int | None:
+    try:
+        lines = Path(file).read_text().splitlines()
+    except OSError:
+        return None
+    found = [line.split()[1] for line in lines if line.startswith(name)]
+    return int(found[0]) << 10 if found else None
