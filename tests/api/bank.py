@@ -1,13 +1,10 @@
 """A ledger with an app in front of it, for tests of the wire that charges."""
 
-from pathlib import Path
-
 from api.access.auth import KeyGate
-from api.collaborators import WireSettings
 from api.requests.metering import LedgerMeter
 from billing.accounts import Accounts
 from billing.gate.commands import Deposit
-from billing.gate.entries import Entry, Kind
+from billing.gate.entries import Kind
 from billing.idempotency import Idempotency
 from billing.ledger import Ledger
 from billing.prices.cards import default_card
@@ -25,17 +22,10 @@ HIT, MISS, OUTPUT = 100_000, 1_000_000, 2_000_000  # units a token under the Dee
 class Bank:
     """A ledger, its accounts, and an app in front of it."""
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        slice_tokens: int = 4,
-        lease_s: int = 120,
-        settings: WireSettings | None = None,
-    ) -> None:
+    def __init__(self, folder, *, slice_tokens=4, lease_s=120, settings=None):
         self.store = open_store(fresh_ledger(folder / "ledger.sqlite3"))
         self.accounts = Accounts(self.store)
-        self.entries: list[Entry] = []
+        self.entries = []
         self.ledger = Ledger(
             self.store, self.accounts, observers=[self.entries.extend], first_card=default_card()
         )
@@ -58,9 +48,7 @@ class Bank:
             settings=settings,
         )
 
-    def customer(
-        self, units: int, tenant: str = "acme", *, currency: str = "CNY", **key: object
-    ) -> dict[str, str]:
+    def customer(self, units, tenant="acme", *, currency="CNY", **key):
         """A prepaid tenant with this much; the headers that its key makes."""
         self.accounts.create_tenant(tenant, currency, by="test")
         if units:
@@ -70,16 +58,16 @@ class Bank:
         secret, _ = self.accounts.create_key(tenant, by="test", **key)
         return {"authorization": f"Bearer {secret}"}
 
-    def spent(self, of: int, tenant: str = "acme") -> int:
+    def spent(self, of, tenant="acme"):
         account = self.accounts.tenant(tenant)
         assert account.held == 0
         return of - account.balance
 
-    def charges(self) -> list[Entry]:
+    def charges(self):
         """All of them. Ends the ledger, whose observers hear of an entry after its request does."""
         self.ledger.close()
         return [entry for entry in self.entries if entry.kind is Kind.CHARGE]
 
-    def close(self) -> None:
+    def close(self):
         self.ledger.close()
         self.store.close()

@@ -6,19 +6,16 @@ engine runs nothing.
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
 
 import httpx
 import pytest
-from fastapi import FastAPI
 
-from api.admin.parts import AdminParts
 from api.app import create_app
 from billing.keys import Principal, Scope
 from tests.api.bank import Bank
 from tests.support.stand_in import served
 from tests.support.upstream import UpstreamServer
-from tests.support.wire import FakeHouse, fake_house
+from tests.support.wire import fake_house
 
 
 @pytest.fixture
@@ -27,9 +24,7 @@ def anyio_backend():
 
 
 @contextlib.asynccontextmanager
-async def running(
-    house: FakeHouse, admin: AdminParts | None = None
-) -> AsyncIterator[tuple[FastAPI, httpx.AsyncClient]]:
+async def running(house, admin=None):
     """The app started, and a client; ends with the checks that hold after every test."""
     app = create_app(house.wire, admin=admin)
     transport = httpx.ASGITransport(app)
@@ -50,7 +45,7 @@ async def running(
 
 
 @contextlib.asynccontextmanager
-async def serving(bank: Bank) -> AsyncIterator[tuple[FastAPI, httpx.AsyncClient, FakeHouse]]:
+async def serving(bank):
     async with running(bank.house) as (app, client):
         yield app, client, bank.house
 
@@ -58,19 +53,19 @@ async def serving(bank: Bank) -> AsyncIterator[tuple[FastAPI, httpx.AsyncClient,
 class GateOf:
     """Lets each request in as the next of these tenants."""
 
-    def __init__(self, *tenants: str) -> None:
+    def __init__(self, *tenants):
         self._tenants = iter(tenants)
 
-    async def identify(self, authorization: str | None) -> Principal:
+    async def identify(self, authorization):
         return Principal(next(self._tenants), key_id="k", scopes=frozenset(Scope))
 
 
-def refusal(answer: httpx.Response) -> tuple[int, str]:
+def refusal(answer):
     """The status and the code of an error."""
     return answer.status_code, answer.json()["error"]["code"]
 
 
-async def quiet(house: FakeHouse, app: FastAPI) -> None:
+async def quiet(house, app):
     """Waits until nothing of any request is left."""
     async with asyncio.timeout(30):
         while (
@@ -79,7 +74,7 @@ async def quiet(house: FakeHouse, app: FastAPI) -> None:
             await asyncio.sleep(0.005)
 
 
-async def begun(house: FakeHouse, *, requests: int = 0, tokens: int = 0) -> None:
+async def begun(house, *, requests=0, tokens=0):
     """Waits until the engine has been given so many requests and has made so many tokens."""
     engine = house.engine
     async with asyncio.timeout(30):

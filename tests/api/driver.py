@@ -2,16 +2,12 @@
 
 import asyncio
 import json
-from collections.abc import Callable
-from typing import Any
-
-from fastapi import FastAPI
 
 
 class Visit:
     """One request to the app, its messages as they come."""
 
-    def __init__(self, app: FastAPI, path: str, body: dict[str, Any], **headers: str) -> None:
+    def __init__(self, app, path, body, **headers):
         self._app = app
         self._scope = {
             "type": "http",
@@ -27,21 +23,21 @@ class Visit:
             "scheme": "http",
             "root_path": "",
         }
-        self._body: bytes | None = json.dumps(body).encode()
+        self._body = json.dumps(body).encode()
         self._left = asyncio.Event()
-        self.messages: list[dict[str, Any]] = []
+        self.messages = []
         self.arrived = asyncio.Event()
         self.broken = False  # writing fails, as to a closed socket
         self.stuck = False  # writing never ends, as to a client that reads nothing
 
-    def start(self) -> "Visit":
+    def start(self):
         self.task = asyncio.create_task(self._app(self._scope, self._receive, self._send))
         return self
 
-    def leave(self) -> None:
+    def leave(self):
         self._left.set()
 
-    async def leave_when(self, reached: Callable[[], bool]) -> None:
+    async def leave_when(self, reached):
         """Goes away at this moment, and waits until the app is done with it."""
         async with asyncio.timeout(30):
             while not reached():
@@ -50,24 +46,24 @@ class Visit:
         await self.task
 
     @property
-    def text(self) -> str:
+    def text(self):
         return b"".join(m.get("body", b"") for m in self.messages).decode()
 
-    async def first_text(self) -> None:
+    async def first_text(self):
         """Waits until some of the body has come."""
         async with asyncio.timeout(30):
             while not self.text:
                 self.arrived.clear()
                 await self.arrived.wait()
 
-    async def _receive(self) -> dict[str, Any]:
+    async def _receive(self):
         if self._body is not None:
             body, self._body = self._body, None
             return {"type": "http.request", "body": body, "more_body": False}
         await self._left.wait()
         return {"type": "http.disconnect"}
 
-    async def _send(self, message: dict[str, Any]) -> None:
+    async def _send(self, message):
         if self.stuck:
             await asyncio.Event().wait()
         if self.broken:

@@ -1,9 +1,6 @@
 """The service as `serve` builds it over a model in a folder, in process, without its socket."""
 
 import contextlib
-from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
-from typing import Any
 
 import httpx
 
@@ -11,15 +8,13 @@ from cachesvc.config.settings import main_of
 from cachesvc.config.sources import load_settings
 from cachesvc.server import compute
 from cachesvc.server.listen import make_data_dir
-from cachesvc.server.money import Money, open_money
+from cachesvc.server.money import open_money
 from cachesvc.service import Service
 from tiers.telemetry.events import EventStream
 
 
 @contextlib.contextmanager
-def real_service(
-    data_dir: Path, model: Path | None, **more: Any
-) -> Iterator[tuple[Service, Any, Money]]:
+def real_service(data_dir, model, **more):
     """The service, its app and its ledger. `more` settings go by section_name. Without a model,
     `models` lists several."""
     settings = load_settings(
@@ -46,9 +41,7 @@ def real_service(
 
 
 @contextlib.asynccontextmanager
-async def served(
-    data_dir: Path, model: Path | None, **more: Any
-) -> AsyncIterator[tuple[Service, httpx.AsyncClient]]:
+async def served(data_dir, model, **more):
     """The same with a client of it."""
     with real_service(data_dir, model, **more) as (service, app, _):
         inner = app.app  # lifespans are the application's

@@ -1,30 +1,24 @@
 """A server before endpoints of its clients' own protocol, and what it has booked."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
-import httpx
 import orjson
 
 from api.relay.body import TEMPLATE_TOKENS
 from billing.gate.commands import Deposit
-from billing.gate.entries import Entry, Kind
+from billing.gate.entries import Kind
 from billing.proof import audit
 from billing.store import reports
-from cachesvc.service import Service
 from tests.api.real_service import served
-from tests.support.upstream import CACHED, OUTPUT, PROMPT, UpstreamServer
+from tests.support.upstream import CACHED, OUTPUT, PROMPT
 
 ALL = {"hit_device": CACHED, "miss": PROMPT - CACHED, "output": OUTPUT}
 
 
 @asynccontextmanager
-async def relaying(
-    folder: Path, *ups: UpstreamServer, **more: Any
-) -> AsyncIterator[tuple[Service, httpx.AsyncClient]]:
+async def relaying(folder, *ups, **more):
     """The service and a client of it. At its end nothing is held, and the books are proved."""
     urls = [f"openai+{up.url}" for up in ups]
     async with served(folder, Path("up"), engine_backend=urls, **more) as (service, client):
@@ -35,29 +29,29 @@ async def relaying(
         assert service.core.engine.failure is None
 
 
-async def quiet(service: Service) -> None:
+async def quiet(service):
     async with asyncio.timeout(30):
         while service.core.engine.stats().num_running:
             await asyncio.sleep(0.005)
 
 
-def charges(service: Service, tenant: str = "default") -> list[Entry]:
+def charges(service, tenant="default"):
     with service._money.books.store.reading() as connection:
         entries = reports.stream_entries(connection, tenant)
         return [entry for entry in entries if entry.kind is Kind.CHARGE]
 
 
-def usage_of(entry: Entry) -> dict[str, int]:
+def usage_of(entry):
     return {name: n for name, n in entry.details.get("usage", {}).items() if n}
 
 
-def usages(service: Service) -> list[dict[str, int]]:
+def usages(service):
     """Of what was charged, after a check that nothing is held any more."""
     assert 0 == service._money.accounts.tenant("default").held
     return [usage_of(entry) for entry in charges(service)]
 
 
-def paying(service: Service, units: int, tenant: str = "acme") -> dict[str, str]:
+def paying(service, units, tenant="acme"):
     """A prepaid tenant with this much; the headers of its key."""
     accounts = service._money.accounts
     accounts.create_tenant(tenant, "CNY", by="test")
@@ -66,11 +60,11 @@ def paying(service: Service, units: int, tenant: str = "acme") -> dict[str, str]
     return {"authorization": f"Bearer {accounts.create_key(tenant, by='test')[0]}"}
 
 
-def bound(**asked: Any) -> int:
+def bound(**asked):
     """A prompt's tokens at most."""
     return len(orjson.dumps(asked)) + TEMPLATE_TOKENS
 
 
-def unreported(**asked: Any) -> dict[str, int]:
+def unreported(**asked):
     """The usage of a prompt that nobody tells."""
     return dict.fromkeys(("miss", "unreported"), bound(**asked))

@@ -2,12 +2,8 @@
 
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from functools import partial
-from typing import Any
 
-import httpx
 import pytest
 from limits.aio.storage import MemoryStorage
 from starlette.datastructures import FormData
@@ -31,9 +27,7 @@ from tests.support.admin import OPERATOR_TOKEN, RecordingTrail, admin_client, ca
 from tests.support.chain_runner import chain_layout
 from tests.support.wire import ByteTokenizer, byte_model
 from tests.unit.test_tree import BLOCK, add
-from tiers.blocks.keys import PrefixKey
 from tiers.cache import CacheSettings, TieredCache
-from tiers.operations.face import BlockOperations
 
 books_of_acme = test_money_routes.house  # the fixture
 SALTS = Salts(b"secret of the tests")
@@ -41,22 +35,24 @@ HTML = {"accept": "text/html", "authorization": f"Bearer {OPERATOR_TOKEN}"}
 HELLO = list(b"Hello, you")
 PAGES = ("requests", "explorer", "money", "tenants", "keys", "audit")
 
+ACME = {"acme": "CNY"}
+
 
 class Cache:
     """A cache whose index is filled by hand, and what looks into it for these tenants, each with
     its currency."""
 
-    def __init__(self, tenants: Mapping[str, str] = {"acme": "CNY"}) -> None:
+    def __init__(self, tenants=ACME):
         layout = chain_layout(BLOCK)
         settings = CacheSettings(device_bytes=64 * layout.nbytes, host_bytes=64 * layout.nbytes)
         self.tiers = TieredCache(layout, settings)
         self.owners = Owners({"bytes": byte_model()}, SALTS, lambda: tenants)
         self.explorer = Explorer(self.call, self.owners, None, block_bytes=layout.nbytes)
 
-    def call(self, function: Callable[[BlockOperations], Any]) -> "Future[Any]":
+    def call(self, function):
         return called(function, self.tiers.operations)
 
-    def fill(self) -> PrefixKey:
+    def fill(self):
         """The key of the first block of acme's one prompt."""
         (root,) = self.owners.roots_of("acme")
         key = add(self.tiers.index, HELLO, root)[0].key
@@ -88,13 +84,13 @@ async def client(books_of_acme, cache, trail, tmp_path):
         yield client
 
 
-async def text(client: httpx.AsyncClient, path: str, status: int = 200) -> str:
+async def text(client, path, status=200):
     answer = await client.get(path)
     assert status == answer.status_code, answer.text
     return answer.text
 
 
-async def done(client: httpx.AsyncClient, path: str, **form: Any) -> str:
+async def done(client, path, **form):
     """The page that says what a form did. What it sends is what the form of a page has."""
     answer = await client.post(path, data={"why": "as agreed", **form})
     assert 200 == answer.status_code and "<h1>Done</h1>" in answer.text, answer.text
@@ -191,7 +187,7 @@ async def test_prefixes_are_sorted_by_a_column(client, cache, sort, first):
     assert 1 == page.count("aria-sort")
 
 
-def outline(tokens: Sequence[int]) -> list[tuple[str, int]]:
+def outline(tokens):
     if tokens[0] == 1:
         return [("system", len(tokens))]
     return [("", 2), ("user", len(tokens) - 2)]
@@ -246,9 +242,9 @@ async def test_a_blocks_text_is_shown_when_an_admin_asks_and_is_audited(client, 
     assert ["block.read"] == [action for action, _ in trail.actions]
 
 
-def forms_of(page: str) -> dict[str, set[str]]:
+def forms_of(page):
     """The fields of each form of a page, by the route below /admin/api that it sends them to."""
-    found: dict[str, set[str]] = {}
+    found = {}
     for form in re.findall(r'<form method="post".*?</form>', page, re.DOTALL):
         routes = re.findall(r'action="/admin/api/([^"]+)"', form)
         names = re.findall(r'(?:input|select)[^>]* name="([^"]+)"', form)

@@ -1,13 +1,10 @@
 """Every route under /admin, as the application has them: none forgets to ask who comes."""
 
 import re
-from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
 
 import httpx
 import pytest
-from fastapi import FastAPI
 from fastapi.routing import APIRoute
 
 from api.admin.access import Admin, Role
@@ -35,7 +32,7 @@ OF_READERS = {  # they ask by POST, for their body or what they cost, and change
 }
 
 
-def walk(router: Any) -> Iterator[APIRoute]:
+def walk(router):
     """The routes of a router, and of those that it includes."""
     for route in router.routes:
         if isinstance(route, APIRoute):
@@ -44,7 +41,7 @@ def walk(router: Any) -> Iterator[APIRoute]:
             yield from walk(route.original_router)
 
 
-def routes(app: FastAPI) -> Iterator[tuple[str, str]]:
+def routes(app):
     """Method and path of each."""
     for route in walk(app):
         if route.path.startswith("/admin"):
@@ -75,9 +72,7 @@ async def client(app):
         yield client
 
 
-async def code_of(
-    client: httpx.AsyncClient, method: str, path: str, headers: dict[str, str] | None = None
-) -> str:
+async def code_of(client, method, path, headers=None):
     url = re.sub(r"{[^}]*}", "1", path)
     answer = await client.request(method, url, json={}, headers=headers)
     assert POLICY == answer.headers["content-security-policy"], path

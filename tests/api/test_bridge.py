@@ -2,8 +2,6 @@
 
 import asyncio
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,13 +9,10 @@ from hypothesis import strategies as st
 from api.job import Job
 from api.requests.bridge import OutputBridge
 from api.requests.generation import Generation
-from billing.errors import GateError
 from billing.gate.outcomes import Outcome
 from billing.gate.work import insufficient_balance
-from billing.usage import Usage
 from engine.request import (
     FinishReason,
-    Request,
     SamplingParams,
     StepOutput,
     Timeline,
@@ -26,7 +21,7 @@ from engine.request import (
 from tests.support.wire import byte_model
 
 
-def output(name: str, *tokens: int, **fields: Any) -> StepOutput:
+def output(name, *tokens, **fields):
     fields.setdefault("counts", TokenCounts(prompt=4))
     fields.setdefault("timeline", Timeline(1, 2, 3, 4, 5))
     return StepOutput(name, fields.pop("index", 0), tokens, **fields)
@@ -82,18 +77,13 @@ async def test_outputs_after_the_event_loop_ended_are_dropped():
 class SilentEngine:
     """Accepts everything; the test says what comes out."""
 
-    def __init__(self) -> None:
-        self.aborts: list[tuple[str, FinishReason, int | None]] = []
+    def __init__(self):
+        self.aborts = []
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request):
         self.request = request
 
-    def abort(
-        self,
-        request_id: str,
-        reason: FinishReason = FinishReason.ABORT,
-        index: int | None = None,
-    ) -> None:
+    def abort(self, request_id, reason=FinishReason.ABORT, index=None):
         self.aborts.append((request_id, reason, index))
 
 
@@ -103,26 +93,19 @@ REFUSAL = insufficient_balance("acme", needed=1, available=0, currency="CNY")
 class Purse:
     """Covers this many output tokens."""
 
-    def __init__(self, tokens: int) -> None:
+    def __init__(self, tokens):
         self.tokens = tokens
 
-    async def cover(self, output_tokens: int, progress: Callable[[], Usage]) -> int:
+    async def cover(self, output_tokens, progress):
         progress()
         return min(output_tokens, self.tokens)
 
     @property
-    def refusal(self) -> GateError:
+    def refusal(self):
         return REFUSAL
 
 
-async def read(
-    steps: Sequence[Sequence[StepOutput]],
-    *,
-    n: int = 1,
-    stop: tuple[str, ...] = (),
-    purse: int = 10**6,
-    pause_s: float = 0,
-) -> tuple[dict[int, str], dict[int, FinishReason | None], Generation, SilentEngine]:
+async def read(steps, *, n=1, stop=(), purse=10**6, pause_s=0):
     """Feeds the steps to a generation; its texts and finishes by choice."""
     bridge, engine, model = OutputBridge(), SilentEngine(), byte_model()
     bridge.bind(asyncio.get_running_loop())
@@ -137,14 +120,14 @@ async def read(
     generation = Generation(job, engine=engine, bridge=bridge, coverage=Purse(purse))
     generation.submit()
 
-    async def deliver() -> None:
+    async def deliver():
         for step in steps:
             bridge.deliver(step)
             await asyncio.sleep(pause_s)
 
     delivering = asyncio.create_task(deliver())
-    texts: dict[int, str] = dict.fromkeys(range(n), "")
-    finishes: dict[int, FinishReason | None] = dict.fromkeys(range(n))
+    texts = dict.fromkeys(range(n), "")
+    finishes = dict.fromkeys(range(n))
     async for deltas in generation.deltas():
         for delta in deltas:
             assert finishes[delta.choice] is None, "text after the finish"

@@ -1,12 +1,7 @@
 """What tenants keep: caches by name, breakpoints and sessions, as pins in real tiers."""
 
 import time
-from collections.abc import Callable
-from concurrent.futures import Future
-from pathlib import Path
-from typing import Any
 
-import httpx
 import pytest
 
 from api.requests.retention import MAX_SESSIONS, Retention
@@ -22,8 +17,6 @@ from tests.support.chain_runner import chain_layout
 from tests.support.wire import Script, fake_house
 from tiers.cache import CacheSettings, TieredCache
 from tiers.errors import MissReason
-from tiers.operations.face import BlockOperations
-from tiers.policy.retention import Pin
 
 CACHES = "/v1/caches"
 BLOCK = 16
@@ -36,7 +29,7 @@ KEYS = {"a": "acme", "b": "bolt"}
 class Gate:
     """Two tenants, by the keys of one letter."""
 
-    async def identify(self, authorization: str | None) -> Principal:
+    async def identify(self, authorization):
         key = (authorization or "").removeprefix("Bearer ")
         if key not in KEYS:
             raise UnknownKey("no such key")
@@ -46,14 +39,14 @@ class Gate:
 class Clock:
     now_s = 1_000_000.0
 
-    def __call__(self) -> float:
+    def __call__(self):
         return self.now_s
 
 
 class Kitchen:
     """A wire whose engine is scripted, and whose pins are in a cache that is real."""
 
-    def __init__(self, folder: Path, num_blocks: int = 400) -> None:
+    def __init__(self, folder, num_blocks=400):
         self.clock = Clock()
         size = num_blocks * LAYOUT.nbytes
         settings = CacheSettings(device_bytes=size, host_bytes=size)
@@ -62,13 +55,13 @@ class Kitchen:
         self.retention = Retention(operator, clock=self.clock)
         self.house = fake_house(gatekeeper=Gate(), retention=self.retention)
 
-    def _call(self, function: Callable[[BlockOperations], Any]) -> "Future[Any]":
+    def _call(self, function):
         return called(function, self.cache.operations)
 
-    def pins(self, kind: str = "") -> list[Pin[Any]]:
+    def pins(self, kind=""):
         return [pin for pin in self.cache.operations.pins() if kind in ("", pin.kind)]
 
-    def wait(self, seconds: float) -> None:
+    def wait(self, seconds):
         self.clock.now_s += seconds
         self.cache.step()
 
@@ -94,17 +87,17 @@ async def client(house):
 BOLT = {"Authorization": "Bearer b"}
 
 
-def told(answer: httpx.Response) -> Any:
+def told(answer):
     """The answer's JSON."""
     assert 200 == answer.status_code, answer.text
     return answer.json()
 
 
-async def keep(client: httpx.AsyncClient, prompt: str, **body: Any) -> httpx.Response:
+async def keep(client, prompt, **body):
     return await client.post(CACHES, json={"model": "bytes", "prompt": prompt, **body})
 
 
-async def turn(client: httpx.AsyncClient, text: str, session: str = "", **fields: Any) -> None:
+async def turn(client, text, session="", **fields):
     """A chat of acme's with this system message and text."""
     messages = [SYSTEM, {"role": "user", "content": text}]
     body = {"model": "bytes", "messages": messages, "max_tokens": 4, **fields}

@@ -1,14 +1,12 @@
 """Where a prompt diverges from that of an earlier answer, in each provider's own fields."""
 
 import json
-from typing import Any
 
-import httpx
 import pytest
 
 from billing.keys import Principal, Scope
 from tests.api.conftest import running
-from tests.support.wire import ByteTokenizer, FakeHouse, Script, fake_house
+from tests.support.wire import ByteTokenizer, Script, fake_house
 
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 LAW = "Rule: be brief. " * 40
@@ -17,9 +15,7 @@ SAID = [{"role": "user", "content": "hi " * 60}]
 ANSWERED = [*SAID, {"role": "assistant", "content": "ok"}, {"role": "user", "content": "And?"}]
 
 
-async def message(
-    client: httpx.AsyncClient, previous: str | None, messages: Any = SAID, **fields: Any
-) -> Any:
+async def message(client, previous, messages=SAID, **fields):
     body = {"model": "bytes", "max_tokens": 5, "system": LAW, "messages": messages} | fields
     answer = await client.post(
         MESSAGES, json=body | {"diagnostics": {"previous_message_id": previous}}
@@ -28,7 +24,7 @@ async def message(
     return answer.json()
 
 
-async def response(client: httpx.AsyncClient, earlier: str | None, **fields: Any) -> Any:
+async def response(client, earlier, **fields):
     body = {"model": "bytes", "instructions": LAW, "input": "hi " * 60} | fields
     if earlier is not None:
         body["prompt_cache_options"] = {"comparison_response_id": earlier}
@@ -122,7 +118,7 @@ async def test_a_response_is_not_found_after_its_deletion(client):
     assert "input_changed" == told["reason"]  # a fingerprint holds no text
 
 
-def _turned(house: FakeHouse, text: str) -> None:
+def _turned(house, text):
     """The template renders old messages in another way from now on."""
     [model] = house.wire.inference.models.values()
     tokenizer = model.tokenizer
@@ -141,7 +137,7 @@ async def test_a_template_that_rewrites_the_past_is_no_change_of_the_request(cli
 
 
 class _TwoTenants:
-    async def identify(self, authorization: str | None) -> Principal:
+    async def identify(self, authorization):
         return Principal((authorization or "").removeprefix("Bearer "), scopes=frozenset(Scope))
 
 

@@ -9,15 +9,10 @@ sends.
 import contextlib
 import os
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
-from typing import Any
 
 import pytest
-from fastapi import FastAPI
 from hypothesis import HealthCheck, Phase, given, seed, settings
-from hypothesis import strategies as st
 from hypothesis.errors import Unsatisfiable
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
@@ -29,7 +24,6 @@ from api.shapes.responses import InputBody, ResponsesBody
 from api.shapes.schemas import ChatBody, CompletionBody
 from billing.proof.prover import Prover
 from billing.store.opening import database_url, open_store
-from cachesvc.service import Service
 from tests.api.real_service import real_service
 from tests.support.models import save_tiny_model
 
@@ -52,7 +46,7 @@ BODIES: dict[str, type[BaseModel]] = {  # of routes that read their bodies thems
 REFS = "#/components/schemas/{model}"
 
 
-def document_of(app: FastAPI, names: dict[str, str]) -> dict[str, Any]:
+def document_of(app, names):
     """The OpenAPI document, with the bodies that FastAPI does not know of."""
     document = app.openapi()
     schemas, defined = models_json_schema(
@@ -75,7 +69,7 @@ def document_of(app: FastAPI, names: dict[str, str]) -> dict[str, Any]:
 
 
 @contextmanager
-def fuzzed(folder: Path) -> Iterator[tuple[Service, FastAPI, dict[str, str]]]:
+def fuzzed(folder):
     """The service as `serve` builds it, without its socket; its ledger is proved at the end."""
     model = folder / MODEL
     save_tiny_model(model)
@@ -90,8 +84,8 @@ def fuzzed(folder: Path) -> Iterator[tuple[Service, FastAPI, dict[str, str]]]:
     "cases", [pytest.param(1, id="one"), pytest.param(MANY, id="many", marks=pytest.mark.slow)]
 )
 def test_no_request_that_the_document_allows_or_forbids_is_a_5xx(cases, tmp_path):
-    counts: Counter[int] = Counter()
-    failed: dict[str, str] = {}
+    counts = Counter()
+    failed = {}
     with fuzzed(tmp_path) as (service, app, names), TestClient(app, "http://localhost") as client:
         client.headers["authorization"] = f"Bearer {service.dashboard.parts.operator_token}"
         schema = schemathesis.openapi.from_dict(document_of(app, names))
@@ -107,13 +101,13 @@ def test_no_request_that_the_document_allows_or_forbids_is_a_5xx(cases, tmp_path
 
 
 def _ask(
-    client: TestClient,
-    label: str,
-    made: st.SearchStrategy[Any],
-    cases: int,
-    counts: Counter[int],
-    failed: dict[str, str],
-) -> None:
+    client,
+    label,
+    made,
+    cases,
+    counts,
+    failed,
+):
     @seed(5)
     @settings(
         max_examples=cases,
@@ -123,7 +117,7 @@ def _ask(
         suppress_health_check=list(HealthCheck),
     )
     @given(made)
-    def ask(case: Any) -> None:
+    def ask(case):
         sent = case.as_transport_kwargs(base_url="http://localhost")
         sent.pop("cookies", None)
         if isinstance(sent.get("data"), bytes | str):

@@ -1,10 +1,7 @@
 """Quotes: what a request would hit and cost, and requests that refuse to cost more."""
 
-from typing import Any
-
 import pytest
 
-from api.job import Job
 from tests.api.conftest import running
 from tests.support.wire import Script, fake_house
 
@@ -13,7 +10,7 @@ MESSAGES = [{"role": "user", "content": "Where is it warm in March?"}]
 PROMPT = len("user: Where is it warm in March?\nassistant: ")
 
 
-async def survey(job: Job) -> list[dict[str, int]]:
+async def survey(job):
     return [{"device": 10, "disk": 6} for _ in job.prompts]
 
 
@@ -28,7 +25,7 @@ async def client(house):
         yield client
 
 
-def chat(**fields: Any) -> dict[str, Any]:
+def chat(**fields):
     return {"model": "bytes", "messages": MESSAGES, "max_tokens": 5, **fields}
 
 

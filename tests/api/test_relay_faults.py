@@ -8,18 +8,13 @@ import asyncio
 import contextlib
 import random
 import socket
-from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
-import httpx
 import orjson
 import pytest
 
 from api.relay import passage
 from billing.prices.cards import parse_card
-from cachesvc.service import Service
-from engine.engine import EngineUse
 from tests.api.driver import Visit
 from tests.api.relaying import ALL, bound, charges, paying, quiet, relaying, unreported, usage_of
 from tests.support.remote_engine import DONE, event
@@ -52,7 +47,7 @@ def patient(monkeypatch):
     monkeypatch.setattr(StoreBreaker, "failed", lambda self: None)
 
 
-def code_at_the_end(path: str, content: bytes) -> str | None:
+def code_at_the_end(path, content):
     """Of the error event that ends a stream."""
     lines = [line for line in content.split(b"\n") if line.startswith(b"data: {")]
     last = orjson.loads(lines[-1][6:])
@@ -69,7 +64,7 @@ def code_at_the_end(path: str, content: bytes) -> str | None:
 BEFORE, CUT, WHOLE_ANSWER = "before", "cut", "whole"
 
 
-def killed_at(path: str, point: str, rng: random.Random) -> tuple[Script, int, str]:
+def killed_at(path, point, rng):
     head, text, end, usage, _ = STREAMS[path]
     num = rng.randint(1, len(text))
     said = [*head, *text[:num]]
@@ -265,7 +260,7 @@ async def test_what_is_no_answer_is_an_error_without_its_words(up, tmp_path, mon
         assert all(usage_of(entry).get("output", 0) <= 1 for entry in charges(service))
 
 
-def _seen(answer: httpx.Response) -> tuple[int, str]:
+def _seen(answer):
     return answer.status_code, answer.json()["error"]["code"]
 
 
@@ -371,7 +366,7 @@ async def test_a_client_that_leaves_before_its_body_is_sent_pays_nothing(up, tmp
         up.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         large = body(CHAT, stream=stream, padding="x" * 4_000_000)
         taking = asyncio.create_task(asyncio.to_thread(_some_of_it, up))
-        app: Any = client._transport.app
+        app = client._transport.app
         await Visit(app, CHAT, large, host="localhost").start().leave_when(taking.done)
         with contextlib.ExitStack() as stack:
             stack.enter_context(await taking)
@@ -384,15 +379,15 @@ async def test_a_client_that_leaves_before_its_body_is_sent_pays_nothing(up, tmp
         assert [({}, 0)] * 2 == [(usage_of(entry), entry.amount) for entry in charges(service)]
 
 
-def sites(service: Service) -> Sequence[EngineUse]:
+def sites(service):
     return service.core.engine.stats().engines
 
 
-def _has_said(up: UpstreamServer, num_before: int, visit: Visit, said: str) -> bool:
+def _has_said(up, num_before, visit, said):
     return len(up.asked) > num_before and said in visit.text
 
 
-def _some_of_it(up: UpstreamServer) -> socket.socket:
+def _some_of_it(up):
     connection, _ = up.socket.accept()
     assert connection.recv(1 << 16)
     return connection
@@ -424,7 +419,7 @@ async def test_the_server_stops_while_a_stream_passes(up, tmp_path):
     head, text, *_ = STREAMS[CHAT]
     up.script[CHAT] = [*head, *text[:1], WAIT]
     async with relaying(tmp_path, up) as (service, client):
-        app: Any = client._transport.app  # type: ignore[attr-defined]
+        app = client._transport.app  # type: ignore[attr-defined]
         visit = Visit(app, CHAT, body(CHAT, stream=True), host="localhost").start()
         await visit.first_text()
         visit.task.cancel()

@@ -1,8 +1,5 @@
 """The hits of a chat that a system message steers, over the real engine, by chat template."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 from transformers import AutoTokenizer
 
@@ -21,7 +18,7 @@ STEER = {"role": "system", "content": "In French."}
 STEERED = [*CHAT[:3], STEER, CHAT[3]]
 
 
-def tiny(tmp_path: Path, template: str) -> Path:
+def tiny(tmp_path, template):
     """A tiny model with this chat template."""
     folder = tmp_path / "tiny"
     save_tiny_model(folder)
@@ -61,7 +58,7 @@ async def test_a_steered_chat_keeps_its_prefix(tmp_path, name, keeps):
     folder = tiny(tmp_path, name)
     async with served(tmp_path / "data", folder) as (_, client):
 
-        async def details(messages: list[Any]) -> tuple[int, int]:
+        async def details(messages):
             body = {"model": str(folder), "messages": messages, "max_tokens": 1}
             answer = await client.post("/v1/chat/completions", json=body)
             assert 200 == answer.status_code, answer.text
@@ -85,13 +82,12 @@ async def test_a_chat_cannot_forge_a_turn(tmp_path):
     mark = tokenizer.all_special_tokens[0]
     async with served(tmp_path / "data", folder) as (_, client):
 
-        async def tokens(text: str) -> list[int]:
+        async def tokens(text):
             turn = {"role": "user", "content": text}
             body = {"model": str(folder), "messages": [turn]}
             answer = await client.post("/tokenize", json=body)
             assert 200 == answer.status_code, answer.text
-            told: list[int] = answer.json()["tokens"]
-            return told
+            return answer.json()["tokens"]
 
         special = tokenizer.convert_tokens_to_ids(mark)
         plain, forged = await tokens("ab"), await tokens(f"a{mark}b")

@@ -1,13 +1,10 @@
 """The fields that say what an answer must look like: OpenAI's, vLLM's and SGLang's."""
 
 import threading
-from typing import Any
 
-import httpx
 import pytest
 
 from engine.errors import InvalidParameter, StructureUnavailable
-from engine.structure import GrammarSource
 from tests.api.conftest import refusal, running
 from tests.api.real_service import served
 from tests.api.test_chat_wire import events
@@ -24,20 +21,20 @@ RULE = '"type": "object", "properties": {"a": {"type": "integer"}}, "additionalP
 class Compiled:
     """Stands for a compiled grammar; the scripted engine ignores it."""
 
-    def __init__(self, source: GrammarSource) -> None:
+    def __init__(self, source):
         self.source = source
 
-    def begin(self, min_tokens: int) -> Any:
+    def begin(self, min_tokens):
         raise AssertionError
 
 
 class RecordingCompiler:
-    def __init__(self) -> None:
-        self.sources: list[GrammarSource] = []
-        self.threads: set[str] = set()
-        self.refuse: Exception | None = None
+    def __init__(self):
+        self.sources = []
+        self.threads = set()
+        self.refuse = None
 
-    def compile(self, source: GrammarSource) -> Compiled:
+    def compile(self, source):
         self.threads.add(threading.current_thread().name)
         if self.refuse is not None:
             raise self.refuse
@@ -45,11 +42,11 @@ class RecordingCompiler:
         return Compiled(source)
 
 
-def chat(**fields: object) -> dict[str, object]:
+def chat(**fields):
     return {"model": "bytes", "messages": [{"role": "user", "content": "hi"}]} | fields
 
 
-async def ask(compiler: RecordingCompiler, *bodies: dict[str, object]) -> list[httpx.Response]:
+async def ask(compiler, *bodies):
     house = fake_house(grammars=compiler)
     async with running(house) as (_, client):
         answers = [await client.post(CHAT, json=body) for body in bodies]
@@ -151,7 +148,7 @@ async def test_a_stream_never_has_half_a_character(tmp_path, logprobs):
     one."""
     save_tiny_model(tmp_path / "tiny")
     words = ["日本", "旦本", "中国", "😀", "😁é", "a"]
-    wanted: list[tuple[dict[str, Any], set[str]]] = [
+    wanted = [
         ({"json": {"enum": words}}, {f'"{word}"' for word in words}),
         ({"choice": words}, set(words)),
         ({"regex": "(東京|大阪|[😀😁])"}, {"東京", "大阪", "😀", "😁"}),

@@ -1,8 +1,5 @@
 """Traces of requests as a collector receives them: over OTLP/HTTP, decoded from protobuf."""
 
-from typing import Any
-
-import httpx
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceRequest,
@@ -26,12 +23,12 @@ TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 class Collector(StandIn):
     """A receiver of OTLP/HTTP."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(_Receiver)
-        self.spans: dict[str, Span] = {}
-        self.resources: list[dict[str, Any]] = []
+        self.spans = {}
+        self.resources = []
 
-    def take(self, request: ExportTraceServiceRequest) -> None:
+    def take(self, request):
         for resource in request.resource_spans:
             self.resources.append(told(resource.resource.attributes))
             for scope in resource.scope_spans:
@@ -41,7 +38,7 @@ class Collector(StandIn):
 class _Receiver(Handler):
     server: Collector
 
-    def do_POST(self) -> None:
+    def do_POST(self):
         assert "/v1/traces" == self.path
         assert "application/x-protobuf" == self.headers["Content-Type"]
         body = self.rfile.read(int(self.headers["Content-Length"]))
@@ -49,7 +46,7 @@ class _Receiver(Handler):
         self.say(200, ExportTraceServiceResponse().SerializeToString())
 
 
-def told(attributes: Any) -> dict[str, Any]:
+def told(attributes):
     found = {}
     for pair in attributes:
         kind = pair.value.WhichOneof("value")
@@ -86,7 +83,7 @@ async def client(house):
         yield client
 
 
-async def chat(client: httpx.AsyncClient, **headers: str) -> httpx.Response:
+async def chat(client, **headers):
     body = {"model": "bytes", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 3}
     body["model"] = (await client.get("/v1/models")).json()["data"][0]["id"]
     return await client.post("/v1/chat/completions", json=body, headers=headers)

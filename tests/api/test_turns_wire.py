@@ -2,7 +2,7 @@
 
 import re
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +25,7 @@ Messages = Sequence[dict[str, Any]]
 class StrippingTokenizer(ByteTokenizer):
     """Its template leaves the reasoning out of old answers, as reasoning models' do."""
 
-    def render(self, messages: Messages, **options: Any) -> str:
+    def render(self, messages, **options):
         plain = [m | {"content": re.sub("<think>.*</think>", "", m["content"])} for m in messages]
         return super().render(plain, **options)
 
@@ -33,20 +33,18 @@ class StrippingTokenizer(ByteTokenizer):
 class PairingTokenizer(ByteTokenizer):
     """Has a token for `ab`, which the scripted engine never generates."""
 
-    def encode(self, text: str, **_: Any) -> "array[int]":
+    def encode(self, text, **_):
         return array("i", [255 if pair == "ab" else ord(pair) for pair in re.findall("ab|.", text)])
 
-    def token_bytes(self, token: int) -> bytes:
+    def token_bytes(self, token):
         return b"ab" if token == 255 else super().token_bytes(token)
 
-    def render(self, messages: Messages, *, add_generation_prompt: bool = True, **_: Any) -> str:
+    def render(self, messages, *, add_generation_prompt=True, **_):
         text = "".join(f"{m['role'][0]}:{m['content']}|" for m in messages)
         return text + ("a:" if add_generation_prompt else "")
 
 
-async def second_turn(
-    tokenizer: ByteTokenizer, answer: str, *between: dict[str, str], **fields: object
-) -> dict[str, Any]:
+async def second_turn(tokenizer, answer, *between, **fields):
     """The vendor block of a second turn whose first was answered with `answer`."""
     model = replace(byte_model(), tokenizer=tokenizer)
     house = fake_house(models=[model])
@@ -56,9 +54,7 @@ async def second_turn(
         first = await client.post(CHAT, json=body | {"messages": [ASK]})
         assert "diverged_at_token" not in first.text
         messages = [ASK, *(between or [{"role": "assistant", "content": answer}]), MORE]
-        second: dict[str, Any] = (
-            await client.post(CHAT, json=body | {"messages": messages})
-        ).json()
+        second = (await client.post(CHAT, json=body | {"messages": messages})).json()
         return {k: v for k, v in second["cachesvc"].items() if k.startswith("diverged")}
 
 
@@ -120,7 +116,7 @@ def test_what_is_remembered_is_bounded_and_the_oldest_goes():
     conversations, tokenizer = Conversations(1000), ByteTokenizer()
     prompt = array("i", range(100))
 
-    def turn(number: int, *more: dict[str, str]) -> Any:
+    def turn(number, *more):
         return turn_of(CacheScope(), [{"role": "user", "content": str(number)}, *more])
 
     for number in range(20):
@@ -133,9 +129,7 @@ def test_what_is_remembered_is_bounded_and_the_oldest_goes():
     assert expected == conversations.divergence(turn(19, answered), other, tokenizer)
 
 
-async def two_responses(
-    tokenizer: ByteTokenizer, answer: str, *, second: Mapping[str, Any] | None = None, **fields: Any
-) -> tuple[Any, Sequence[int], Sequence[int]]:
+async def two_responses(tokenizer, answer, *, second=None, **fields):
     """The second response's details, and the tokens that the first left and that the second had.
     `second` are its fields where they are others."""
     house = fake_house(models=[byte_model(tokenizer=tokenizer)])
@@ -181,7 +175,7 @@ class HeadedTokenizer(ByteTokenizer):
 
     chat_template = "{{ reasoning_effort }}"
 
-    def render(self, messages: Messages, *, template_arguments: Any = None, **options: Any) -> str:
+    def render(self, messages, *, template_arguments=None, **options):
         effort = (template_arguments or {}).get("reasoning_effort", "medium")
         return f"effort: {effort}\n" + super().render(messages, **options)
 

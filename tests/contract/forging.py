@@ -1,14 +1,10 @@
 """Entries of `acme` changed behind the ledger's back, with chains of hashes that hold."""
 
 import sqlite3
-from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from pathlib import Path
 
 from billing.gate.entries import digest, genesis
 from billing.proof import audit
-from billing.proof.audit import Heads
-from billing.proof.result import Problem
 from billing.store import trail as store_trail
 from billing.store.opening import open_store
 
@@ -17,14 +13,14 @@ TRAIL = ("seq", "at_ns", "actor", "action", "subject", "before", "after", "reaso
 Sql = sqlite3.Connection
 
 
-def copy(source: Path, target: Path) -> Path:
+def copy(source, target):
     with closing(sqlite3.connect(source)) as one, closing(sqlite3.connect(target)) as other:
         one.backup(other)
     return target
 
 
 @contextmanager
-def forging(path: Path, *, rehashed: bool = True) -> Iterator[Sql]:
+def forging(path, *, rehashed=True):
     """What the block changes stands in the chains afterwards, up to the account's head."""
     with closing(sqlite3.connect(path)) as plain:
         for (trigger,) in plain.execute("SELECT name FROM sqlite_master WHERE type = 'trigger'"):
@@ -35,7 +31,7 @@ def forging(path: Path, *, rehashed: bool = True) -> Iterator[Sql]:
         plain.commit()
 
 
-def rechain(plain: Sql) -> None:
+def rechain(plain):
     """Make every hash anew, of entries and of the trail, and the account's head."""
     head = genesis("acme")
     found = f"SELECT {', '.join(FIELDS)} FROM entries WHERE tenant = 'acme' ORDER BY seq"
@@ -51,12 +47,12 @@ def rechain(plain: Sql) -> None:
         plain.execute("UPDATE trail SET hash = ? WHERE seq = ?", (head, row[0]))
 
 
-def change(plain: Sql, statement: str) -> None:
+def change(plain, statement):
     """A statement that changes one row."""
     assert plain.execute(statement).rowcount == 1, statement
 
 
-def problems(path: Path, *, rebuilt: bool = False, heads: Heads | tuple[()] = ()) -> list[Problem]:
+def problems(path, *, rebuilt=False, heads=()):
     """What the proof finds; once balances and rollups are derived again, if the forger did so."""
     with closing(open_store(f"sqlite:///{path}")) as store:
         if rebuilt:

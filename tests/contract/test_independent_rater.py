@@ -33,7 +33,7 @@ HITS = ("hit_device", "hit_host", "hit_disk", "hit_remote")
 Card = dict[str, Any]
 
 
-def in_force(cards: list[Card], tenant: str, model: str, at: datetime) -> Card:
+def in_force(cards, tenant, model, at):
     """A tenant's own card if one has begun, has not ended and has the model; else everybody's."""
     for wanted in (True, False):
         fits = [
@@ -54,7 +54,7 @@ def in_force(cards: list[Card], tenant: str, model: str, at: datetime) -> Card:
     raise AssertionError("no card")
 
 
-def priced(card: Card, model: str) -> dict[str, Any] | None:
+def priced(card, model):
     exact = [m for m in card["model"] if m["match"] == model]
     begins = [
         m for m in card["model"] if m["match"].endswith("*") and model.startswith(m["match"][:-1])
@@ -63,7 +63,7 @@ def priced(card: Card, model: str) -> dict[str, Any] | None:
     return exact[0] if exact else longest[-1] if longest else None
 
 
-def window(card: Card, at: datetime) -> str | None:
+def window(card, at):
     local = at.astimezone(ZoneInfo(card["card"].get("time_zone", "UTC")))
     for each in card.get("window", []):
         start, end = each["start"], each["end"]
@@ -79,19 +79,12 @@ def window(card: Card, at: datetime) -> str | None:
     return None
 
 
-def cost(
-    cards: list[Card],
-    tenant: str,
-    model: str,
-    at: datetime,
-    used: dict[str, int],
-    asked: tuple[int, str],
-) -> Decimal:
+def cost(cards, tenant, model, at, used, asked):
     card = in_force(cards, tenant, model, at)
     price = priced(card, model)
     assert price is not None
-    rates: dict[str, Any] = {k: v for k, v in price.items() if not isinstance(v, dict | list)}
-    changes: dict[str, Any] = price.get(window(card, at) or "", {})
+    rates = {k: v for k, v in price.items() if not isinstance(v, dict | list)}
+    changes = price.get(window(card, at) or "", {})
     prompt_tokens, service = asked
     for longer in sorted(price.get("above", []), key=lambda each: each["prompt_tokens"]):
         if prompt_tokens > longer["prompt_tokens"]:
@@ -107,7 +100,7 @@ def cost(
         if tier["name"] == service:
             factor *= Decimal(str(tier["factor"]))
 
-    def rate(name: str, other: str = "") -> Decimal:
+    def rate(name, other=""):
         return Decimal(str(rates.get(name, rates.get(other, 0))))
 
     hits = sum(used.get(name, 0) for name in HITS)
@@ -133,13 +126,13 @@ def cost(
 Grants = dict[int, tuple[int, Decimal]]  # by entry: when it ends, and its amount
 
 
-def moved(postings: str) -> dict[str, Decimal]:
+def moved(postings):
     pairs = (part.split(":") for part in postings.split())
     return {name: Decimal(units) for name, units in pairs}
 
 
-def card_text(draw: random.Random, number: int, valid_from: str, tenant: str | None) -> str:
-    def price(most: int) -> str:
+def card_text(draw, number, valid_from, tenant):
+    def price(most):
         return f'"{draw.randrange(most)}.{draw.randrange(100):02}"'
 
     lines = ["[card]", f'name = "c{number}"', 'version = "1"', f"valid_from = {valid_from}"]
@@ -197,7 +190,7 @@ def test_an_independent_rater_agrees_with_every_charge(tmp_path, seed):
     texts = [card_text(draw, 0, "2024-12-01T00:00:00Z", None)]
     texts.append(card_text(draw, 1, "2025-01-10T08:00:00Z", None))
     texts.append(card_text(draw, 2, "2025-01-05T00:00:00Z", "acme"))
-    asked: dict[str, tuple[int, str]] = {}
+    asked = {}
     with running_ledger(f"sqlite:///{path}") as house:
         house.accounts.create_tenant("bolt", "CNY", credit_limit=None, by="test")
         house.fund(10**9 * UNITS)
@@ -244,7 +237,7 @@ def test_an_independent_rater_agrees_with_every_charge(tmp_path, seed):
             "SELECT tenant, seq, kind, request_id, postings, body FROM entries ORDER BY tenant, seq"
         ).fetchall()
     assert sum(row[2] == "charge" for row in rows) == 250
-    grants: dict[str, Grants] = {"acme": {}, "bolt": {}}
+    grants = {"acme": {}, "bolt": {}}
     free = {"acme": Decimal(0), "bolt": Decimal(0)}
     paid = 0
     for tenant, seq, kind, request_id, postings, body in rows:

@@ -1,9 +1,7 @@
 """Two nodes on one Redis: what the first machine's engine computed is a hit on the second's."""
 
 import time
-from collections.abc import Callable
 from contextlib import closing
-from pathlib import Path
 
 import pytest
 
@@ -12,7 +10,6 @@ from tests.unit.test_node_socket import ROOT, joined, prompt, serving, write
 from tests.unit.test_vllm_operations import GROUPS, TOKENS, Parts, Vllm, operations
 from tiers.blocks.chain import Chain
 from tiers.errors import ConfigurationError
-from tiers.node.client import NodeClient
 from tiers.node.node import NodeServer
 from tiers.node.settings import NodeSettings
 from tiers.remote.settings import RemoteSettings, RemoteWrites
@@ -29,19 +26,19 @@ def url(tmp_path_factory):
         yield url + PATIENT
 
 
-def below(folder: Path, url: str, writes: RemoteWrites = RemoteWrites.ALL) -> dict[str, object]:
+def below(folder, url, writes=RemoteWrites.ALL):
     disk = {"disk_dir": folder, "disk_bytes": 64 << 20}
     return {**disk, "remote": RemoteSettings(url, writes)}
 
 
-def until(done: Callable[[], bool]) -> None:
+def until(done):
     give_up = time.monotonic() + 120
     while not done():
         assert time.monotonic() < give_up
         time.sleep(0.01)
 
 
-def sent(client: NodeClient) -> int:
+def sent(client):
     return int(client.stats()["pools"][0]["remote"]["stored"])
 
 

@@ -5,15 +5,12 @@ consistency.
 """
 
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from tests.redis_server import redis_cluster, redis_server
 from tests.support.faulty_storage import SCOPE, chain, fetched, put, take
 from tiers.blocks.frames import FrameArena
-from tiers.blocks.keys import BlockId
 from tiers.blocks.layout import BlockLayout
 from tiers.disk.open import open_disk
 from tiers.errors import MissReason
@@ -30,7 +27,7 @@ FRAMES = take(FrameArena(LAYOUT, 9), 9)
 TIMEOUT_S = 10.0  # beside busy processes
 
 
-def s3_server() -> Iterator[str]:
+def s3_server():
     server_module = pytest.importorskip("moto.server")
     server = server_module.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
@@ -60,21 +57,21 @@ def url(request, tmp_path_factory):
         yield from s3_server()
 
 
-def stacked(root: Path, url: str, timeout_s: float = TIMEOUT_S) -> StackedTier:
+def stacked(root, url, timeout_s=TIMEOUT_S):
     disk = open_disk(root, LAYOUT, 2 << 20)
     remote = RemoteTier(open_objects(url, timeout_s), LAYOUT, disk.read_record)
     return StackedTier(disk, remote, RemoteWrites.ALL)
 
 
-def blocks(seed: int) -> list[BlockId]:
+def blocks(seed):
     return chain(8, block_size=LAYOUT.block_size, seed=seed)
 
 
-def store(tier: StackedTier, seed: int) -> None:
+def store(tier, seed):
     assert put(tier, blocks(seed), FRAMES) == []
 
 
-def load(tier: StackedTier, seed: int) -> Loaded:
+def load(tier, seed):
     return fetched(tier, blocks(seed), FRAMES)
 
 

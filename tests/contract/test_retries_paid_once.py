@@ -2,35 +2,31 @@
 idempotency keys: replay, conflict, busy, and servers that died.
 """
 
-from collections.abc import Callable
-
 import pytest
 from sqlalchemy import select
 
 from billing.errors import IdempotencyBusy, IdempotencyConflict
-from billing.gate.commands import Command, Reap, Settle, TopUp
-from billing.gate.holds import Hold
+from billing.gate.commands import Reap, Settle, TopUp
 from billing.gate.outcomes import Outcome
 from billing.idempotency import Claimed, FirstAnswer, Idempotency
 from billing.money import UNITS
 from billing.store.schema import undelivered
 from billing.usage import Usage
 from tests.contract.conftest import entries
-from tests.support.billing import TestLedger
 
 USAGE = Usage(hit_disk=900, miss=100, output=7)  # launch card: 204,000,000 units
 PRICE = 204_000_000
 
 
-def lost(hold: Hold) -> Settle:
+def lost(hold):
     return Settle(hold, USAGE, Outcome.CLIENT_GONE, delivered=False)
 
 
-def arrived(hold: Hold) -> Settle:
+def arrived(hold):
     return Settle(hold, USAGE, Outcome.FINISHED, delivered=True)
 
 
-def run(house: TestLedger, *batches: list[Command]) -> int:
+def run(house, *batches):
     """What the tenant has paid after these transactions."""
     for batch in batches:
         house.ledger.store.apply(batch, house.ledger.book, house.clock)
@@ -65,7 +61,7 @@ def test_an_answer_and_its_retry_are_paid_once(house, requests, name):
     retried, other = {"fingerprint": "f", "is_retry": True}, {"fingerprint": "g"}
     more = [house.reserve("r3", 10**9, **other), house.reserve("r4", 10**9, **retried)]
     holds = dict(zip("1234", (*requests, *more), strict=True))
-    says: dict[str, Callable[[Hold], Command]] = {
+    says = {
         "-": lost,
         "+": arrived,
         "~": lambda hold: TopUp(hold, 0, 0, USAGE),

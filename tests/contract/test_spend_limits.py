@@ -1,7 +1,6 @@
 """Hard limits: who is refused, what counts, and until when; on each kind of database."""
 
 from contextlib import closing
-from typing import Any
 
 import pytest
 
@@ -25,7 +24,7 @@ from billing.store.opening import open_store
 from billing.usage import Usage
 from tests.contract.conftest import entries
 from tests.contract.forging import forging
-from tests.support.billing import TestLedger, running_ledger
+from tests.support.billing import running_ledger
 
 TOKEN = 2_000_000  # price of one output token under the launch card
 DAY_S = 86_400
@@ -37,36 +36,27 @@ def house(house):
     return house
 
 
-def limit(
-    house: TestLedger,
-    tokens: int,
-    of: Of = Of.TENANT,
-    value: str = "",
-    *,
-    name: str = "cap",
-    tenant: str = "acme",
-    **more: Any,
-) -> None:
+def limit(house, tokens, of=Of.TENANT, value="", *, name="cap", tenant="acme", **more):
     about = {"name": name, "tenant": tenant, "of": of, "value": value} | more
     budget = SpendLimit(amount=tokens * TOKEN, **about)
     set_budget(house.accounts, budget, by="ops", now_ns=house.clock(), reason="test")
 
 
-def remove(house: TestLedger, name: str = "cap") -> None:
+def remove(house, name="cap"):
     remove_budget(house.accounts, name, by="ops", reason="test")
 
 
-def spend(house: TestLedger, name: str, tokens: int, **context: Any) -> None:
+def spend(house, name, tokens, **context):
     hold = house.reserve(name, tokens * TOKEN, **context)
     house.settle(hold, Usage(output=tokens))
 
 
-def rows(house: TestLedger) -> store_limits.Rows:
+def rows(house):
     with house.ledger.store.reading() as connection:
         return store_limits.spending_rows(connection)
 
 
-def spent(house: TestLedger) -> dict[str, tuple[int, int]]:
+def spent(house):
     """Tokens charged and held, by `period/value` of the limit `cap`."""
     return {
         f"{who.period}/{who.value}": (found.charged // TOKEN, found.held // TOKEN)

@@ -5,9 +5,7 @@ import signal
 import subprocess
 import time
 import urllib.request
-from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -27,13 +25,13 @@ def data_dir(tmp_path_factory):
     return tmp_path_factory.mktemp("data")
 
 
-def server(data_dir: Path, write_policy: str = "on_evict") -> Any:
+def server(data_dir, write_policy="on_evict"):
     policy = {"CACHESVC_CACHE__WRITE_POLICY": write_policy}
     sizes = ("--data-dir", data_dir, "--disk-cache", "256MiB")
     return serve(data_dir / "serve.log", *sizes, **policy)
 
 
-def ask(url: str, question: str, system: str = "") -> dict[str, Any]:
+def ask(url, question, system=""):
     messages = [{"role": "system", "content": system}] if system else []
     messages.append({"role": "user", "content": question})
     body = {"model": "smollm2-135m", "messages": messages, "max_tokens": 12, "temperature": 0}
@@ -43,7 +41,7 @@ def ask(url: str, question: str, system: str = "") -> dict[str, Any]:
         {"Content-Type": "application/json"},
     )
     with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
-        answer: dict[str, Any] = json.load(response)
+        answer = json.load(response)
     usage = answer["usage"]
     hits, misses = usage["prompt_cache_hit_tokens"], usage["prompt_cache_miss_tokens"]
     assert usage["prompt_tokens"] == hits + misses
@@ -52,23 +50,20 @@ def ask(url: str, question: str, system: str = "") -> dict[str, Any]:
     return answer
 
 
-def told(*arguments: object) -> dict[str, Any]:
+def told(*arguments):
     done = subprocess.run(
         [SCRIPT, *map(str, arguments), "--json"], capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0, done.stderr
-    answer: dict[str, Any] = json.loads(done.stdout)
-    return answer
+    return json.loads(done.stdout)
 
 
-def text_of(answer: dict[str, Any]) -> str:
-    text: str = answer["choices"][0]["message"]["content"]
-    return text
+def text_of(answer):
+    return answer["choices"][0]["message"]["content"]
 
 
-def tiers_of(answer: dict[str, Any]) -> dict[str, int]:
-    tiers: dict[str, int] = answer["usage"]["prompt_tokens_details"]["cached_tokens_details"]
-    return tiers
+def tiers_of(answer):
+    return answer["usage"]["prompt_tokens_details"]["cached_tokens_details"]
 
 
 def test_hits_come_from_the_device_then_after_a_restart_from_disk(data_dir):
@@ -128,12 +123,11 @@ def test_after_a_kill_within_writes_nothing_corrupt_is_served_and_answers_are_ri
         assert 0 == process.wait(PATIENCE_S)
 
 
-def told_blocks(data_dir: Path) -> int:
-    blocks: int = told("cache", "stats", "--data-dir", data_dir)["num_blocks"]
-    return blocks
+def told_blocks(data_dir):
+    return told("cache", "stats", "--data-dir", data_dir)["num_blocks"]
 
 
-def wait_for_blocks(data_dir: Path, *, more_than: int, lost: "Future[Any]") -> None:
+def wait_for_blocks(data_dir, *, more_than, lost):
     """Until the first block of the running prompt is on disk, or its request has ended."""
     for _ in range(200):
         if lost.done() or told_blocks(data_dir) > more_than:

@@ -3,17 +3,14 @@
 import re
 import shutil
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
 from billing.gate.entries import Kind
 from billing.store.opening import open_store
-from billing.store.store import LedgerStore
 from tests.live_server import ForkedServer
 from tests.patience import PATIENCE_S
 from tests.postgres_server import fresh_database
@@ -32,35 +29,35 @@ class Machine(ForkedServer):
     """A server whose ledger is the PostgreSQL that the environment names."""
 
     @property
-    def ledger_url(self) -> str:
+    def ledger_url(self):
         return self._environment["CACHESVC_BILLING__DATABASE_URL"]
 
-    def store(self) -> LedgerStore:
+    def store(self):
         return open_store(self.ledger_url)
 
 
 class Documented:
     """What the page tells to type: variables of both machines, of each, and what is copied."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         section = DOCS.read_text().partition("## Two servers by plain commands")[2]
         self._lines = section.partition("```console\n")[2].partition("```")[0].splitlines()
 
-    def _typed(self, where: str) -> list[str]:
+    def _typed(self, where):
         return [line.removeprefix(where) for line in self._lines if line.startswith(where)]
 
-    def exported(self) -> dict[str, str]:
+    def exported(self):
         words = " ".join(line.removeprefix("export ") for line in self._typed("$ "))
         return dict(word.split("=", 1) for word in words.split())
 
-    def served(self, machine: str) -> dict[str, str]:
+    def served(self, machine):
         """The variables before `cachesvc serve --data-dir DIR`."""
         (line,) = (each for each in self._typed(f"{machine}$ ") if " serve " in each)
         told, _, options = line.partition(" cachesvc serve ")
         assert "--data-dir /var/lib/cachesvc" == options
         return dict(word.split("=", 1) for word in told.split())
 
-    def copied(self) -> list[str]:
+    def copied(self):
         (line,) = (each for each in self._typed("one$ ") if each.startswith("scp "))
         (names,) = re.findall(r"^scp /var/lib/cachesvc/\{(.+)\} two:/var/lib/cachesvc/$", line)
         return str(names).split(",")
@@ -102,7 +99,7 @@ def servers(tmp_path, postgres):
 LIMITED = '{"acme": {"requests": 1000}}'
 
 
-def until(done: Callable[[], Any]) -> None:
+def until(done):
     give_up = time.monotonic() + PATIENCE_S
     while not done():
         assert time.monotonic() < give_up
@@ -113,7 +110,7 @@ def test_two_servers_share_blocks_a_ledger_and_limits(servers):
     one, two, key = servers
     num_asked = 0
 
-    def ask(machine: Machine, prompt: str = STORY, **more: Any) -> httpx.Response:
+    def ask(machine, prompt=STORY, **more):
         nonlocal num_asked
         num_asked += 1
         body = {"model": "demo", "prompt": prompt, "max_tokens": 12, "temperature": 0, **more}
@@ -129,7 +126,7 @@ def test_two_servers_share_blocks_a_ledger_and_limits(servers):
     assert tiers["remote"] > 0
 
     # One count of requests: what one server takes, the other has not any more.
-    def left(machine: Machine) -> int:
+    def left(machine):
         return int(ask(machine, "Hello").headers["x-ratelimit-remaining-requests"])
 
     until(lambda: left(one) == left(two) + 1)  # unless a new minute has begun between the two
@@ -139,6 +136,6 @@ def test_two_servers_share_blocks_a_ledger_and_limits(servers):
     assert tiers["remote"] in {each.details["usage"].get("hit_remote", 0) for each in charges(two)}
 
 
-def charges(machine: Machine) -> list[Any]:
+def charges(machine):
     entries = booked(machine.ledger_url)
     return [entry for entry in entries if entry.kind is Kind.CHARGE]

@@ -7,12 +7,9 @@ import re
 import time
 from datetime import UTC, datetime
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import structlog
-from click.testing import Result
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -43,15 +40,15 @@ MODEL = '[[model]]\nmatch="*"\nhit=0.2\nmiss=2\noutput=4\n'
 class Shell:
     """Runs commands on one data directory."""
 
-    def __init__(self, data_dir: Path) -> None:
+    def __init__(self, data_dir):
         self.data_dir = data_dir
 
-    def __call__(self, *args: str, code: int = 0) -> str:
+    def __call__(self, *args, code=0):
         result = CliRunner().invoke(app, [*args, "--data-dir", str(self.data_dir)])
         assert result.exit_code == code, result.output + repr(result.exception)
         return result.output
 
-    def json(self, *args: str) -> Any:
+    def json(self, *args):
         return json.loads(self(*args, "--json"))
 
 
@@ -81,7 +78,7 @@ def shell(request, closed):
     store.close()
 
 
-def use(shell: Shell) -> None:
+def use(shell):
     """One request of tenant acme, settled by a server."""
     clock = ManualClock(time.time_ns())
     with running_ledger(f"sqlite:///{shell.data_dir / 'ledger.sqlite3'}", clock=clock) as house:
@@ -149,7 +146,7 @@ def test_a_card_is_exported_as_litellms_price_map(tmp_path):
     runner, card = CliRunner(), tmp_path / "usd.toml"
     card.write_text(USD_CARD)
 
-    def export(*arguments: str) -> Result:
+    def export(*arguments):
         return runner.invoke(app, ["prices", "export", *arguments])
 
     assert {
@@ -304,7 +301,7 @@ FIELDS = {
 }
 
 
-def assert_fields(shell: Shell) -> None:
+def assert_fields(shell):
     """Programs read them: add, but do not rename or remove."""
     for command, fields in FIELDS.items():
         found = shell.json(*command.split())[0].keys()
@@ -377,7 +374,7 @@ def test_a_broken_ledger_ends_with_1_and_names_the_entry(shell):
 def person(shell, monkeypatch):
     """A person at a terminal, who answers; returns what the terminal shows."""
 
-    def types(answers: str, *args: str, code: int = 0) -> str:
+    def types(answers, *args, code=0):
         command = [*args, "--data-dir", str(shell.data_dir)]
         with monkeypatch.context() as sitting:
             sitting.setattr(invocation, "must_ask", lambda yes: not yes)

@@ -4,7 +4,6 @@ import csv
 import io
 from datetime import UTC
 from itertools import pairwise
-from typing import Any
 from zoneinfo import ZoneInfo
 
 import pytest
@@ -13,9 +12,9 @@ from billing.errors import InvalidSpan
 from billing.money import UNITS, parse_amount
 from billing.prices.book import NS
 from billing.prices.cards import find_card, parse_card
-from billing.reports.statement import Statement, statement, statement_csv, statement_json
+from billing.reports.statement import statement, statement_csv, statement_json
 from billing.usage import Usage
-from tests.support.billing import START_NS, TestLedger, running_ledger
+from tests.support.billing import START_NS, running_ledger
 
 HOUR_NS = 3600 * NS
 SHANGHAI = ZoneInfo("Asia/Shanghai")
@@ -38,9 +37,7 @@ def house(tmp_path):
         yield house
 
 
-def of(
-    house: TestLedger, month: str = "2025-02", zone: Any = UTC, tenant: str = "acme"
-) -> Statement:
+def of(house, month="2025-02", zone=UTC, tenant="acme"):
     return statement(house.ledger.store, tenant, month, zone)
 
 

@@ -4,11 +4,9 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 from api.access.auth import Salts
 from api.requests.kept import owner_of
@@ -25,10 +23,9 @@ from tests.support.faulty_storage import chain
 from tests.support.state import FiledTurns
 from tests.support.wire import fake_house
 from tests.unit.test_cli_cache import LAYOUT, store
-from tiers.blocks.keys import BlockId, CacheScope
+from tiers.blocks.keys import CacheScope
 from tiers.disk.inspection.view import open_view
 from tiers.disk.open import open_disk
-from tiers.disk.tier import DiskTier
 
 OTHER = CacheScope(weights=b"tiny", tenant=b"other")
 MINE = chain(6, block_size=LAYOUT.block_size)
@@ -37,27 +34,26 @@ THEIRS = chain(4, block_size=LAYOUT.block_size, scope=OTHER)
 EVERY = [*MINE, *BRANCH, *THEIRS]
 
 
-def call(command: str, data_dir: Path, *arguments: str, answer: str | None = None) -> Result:
+def call(command, data_dir, *arguments, answer=None):
     command_line = ["cache", command, *arguments, "--data-dir", str(data_dir)]
     return CliRunner().invoke(app, command_line, input=answer)
 
 
-def told(result: Result) -> dict[str, Any]:
+def told(result):
     assert 0 == result.exit_code, result.output
-    answer: dict[str, Any] = json.loads(result.stdout)
-    return answer
+    return json.loads(result.stdout)
 
 
-def opened(data_dir: Path) -> DiskTier:
+def opened(data_dir):
     return open_disk(disk_path(data_dir), LAYOUT, 64 << 20)
 
 
-def keys(data_dir: Path) -> set[bytes]:
+def keys(data_dir):
     with open_view(disk_path(data_dir)) as view:
         return {block.key for block in view.blocks()}
 
 
-def key_set(*chains: list[BlockId]) -> set[bytes]:
+def key_set(*chains):
     return {block.key for ids in chains for block in ids}
 
 

@@ -6,10 +6,8 @@ import re
 import shutil
 import socket
 import subprocess
-from collections.abc import Iterator
 from inspect import signature
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -32,7 +30,7 @@ K8S = OPS / "k8s"
 BOARDS = K8S / "components" / "monitoring" / "boards"
 
 
-def kubernetes() -> dict[str, Any]:
+def kubernetes():
     """The base by kind; of the two services, the one for clients."""
     base = K8S / "base"
     names = yaml.safe_load((base / "kustomization.yaml").read_text())["resources"]
@@ -44,21 +42,19 @@ def kubernetes() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def pod():
-    spec: dict[str, Any] = kubernetes()["StatefulSet"]["spec"]["template"]["spec"]
-    return spec
+    return kubernetes()["StatefulSet"]["spec"]["template"]["spec"]
 
 
 @pytest.fixture(scope="module")
 def compose():
-    document: dict[str, Any] = yaml.safe_load((DOCKER / "compose.yaml").read_text())
-    return document
+    return yaml.safe_load((DOCKER / "compose.yaml").read_text())
 
 
-def variables(container: dict[str, Any]) -> dict[str, str]:
+def variables(container):
     return {each["name"]: each.get("value", "") for each in container["env"]}
 
 
-def settings_of(folder: Path) -> dict[str, str]:
+def settings_of(folder):
     """What its kustomization adds to the servers' settings."""
     kustomization = yaml.safe_load((folder / "kustomization.yaml").read_text())
     (generator,) = kustomization["configMapGenerator"]
@@ -231,7 +227,7 @@ def test_the_disk_tier_lies_on_a_volume_that_holds_it(pod):
 
 def test_variables_have_values_that_the_settings_take(pod):
     names = {env_name(name): name for name in known_settings()}
-    nested: dict[str, dict[str, str]] = {}
+    nested = {}
     folders = [K8S / "base", *(K8S / "components" / name for name in ("remote", "fleet", "router"))]
     told = {variable: value for each in folders for variable, value in settings_of(each).items()}
     forced = variables(pod["containers"][0])
@@ -274,7 +270,7 @@ def test_the_image_copies_what_there_is_and_starts_the_console_script():
     assert 'cachesvc = "cachesvc.cli:main"' in (ROOT / "pyproject.toml").read_text()
 
 
-def mounts(compose: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+def mounts(compose):
     for name, service in compose["services"].items():
         for volume in service.get("volumes", ()):
             source, target = volume.split(":")[:2]
@@ -294,8 +290,7 @@ def test_compose_mounts_what_there_is(compose):
 
 @pytest.fixture(scope="module")
 def fleet():
-    document: dict[str, Any] = yaml.safe_load((DOCKER / "compose.fleet.yaml").read_text())
-    return document
+    return yaml.safe_load((DOCKER / "compose.fleet.yaml").read_text())
 
 
 def test_the_fleets_servers_ask_its_router_and_the_router_its_engines(fleet):
@@ -322,8 +317,7 @@ def test_the_fleets_servers_ask_its_router_and_the_router_its_engines(fleet):
 
 @pytest.fixture(scope="module")
 def pair():
-    document: dict[str, Any] = yaml.safe_load((DOCKER / "compose.pair.yaml").read_text())
-    return document
+    return yaml.safe_load((DOCKER / "compose.pair.yaml").read_text())
 
 
 def test_two_servers_share_a_ledger_limits_and_blocks_and_nothing_else(pair):

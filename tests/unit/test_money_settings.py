@@ -2,10 +2,8 @@
 
 import json
 import time
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,17 +13,16 @@ from billing.errors import PriceError, ReceiptKeyError
 from billing.gate.commands import Deposit
 from billing.gate.entries import Kind
 from billing.gate.outcomes import Outcome
-from billing.ledger import Ledger
 from billing.money import UNITS
 from billing.prices.cards import shipped_cards
 from billing.usage import HIT_CLASSES, Usage
 from cachesvc.config.errors import ConfigError
 from cachesvc.config.sources import load_settings
-from cachesvc.server.money import LEASE_S, Money, open_money
+from cachesvc.server.money import LEASE_S, open_money
 
 
 @contextmanager
-def money_of(data_dir: Path, **flags: Any) -> Iterator[Money]:
+def money_of(data_dir, **flags):
     named = {name.replace("__", "."): value for name, value in flags.items()}
     money = open_money(load_settings({"server.data_dir": data_dir} | named).settings)
     try:
@@ -66,7 +63,7 @@ def test_quotas_of_one_tenant_and_one_key(tmp_path):
     tenants = {"vip": {"requests": 9, "concurrency": 0}}
     keys = {"*": {"requests": 3}}
     with money_of(tmp_path, limits__tenants=tenants, limits__keys=keys) as money:
-        settings: Any = money.limits.__getattribute__("_settings")
+        settings = money.limits.__getattribute__("_settings")
         assert {"vip": Quota(requests=9)} == settings.tenants
         assert (Quota(), Quota(requests=3)) == (settings.tenant, settings.key)
     with pytest.raises(ConfigError, match="concurency"):
@@ -97,7 +94,7 @@ def test_a_broken_secret_is_named_and_leaves_nothing_open(tmp_path, name, held):
 
 def test_a_charge_of_nothing_is_observed_like_any_other(tmp_path):
     """And before the first charge, each class is there with nothing."""
-    seen: list[Any] = []
+    seen = []
     with money_of(tmp_path) as money:
         money.start(lambda *bill: seen.append(bill))
         ((currency, classes, saved),) = seen
@@ -111,7 +108,7 @@ def test_a_charge_of_nothing_is_observed_like_any_other(tmp_path):
     assert [0, 1_000_000] == [sum(by_class.values()) for _, by_class, _ in seen]
 
 
-def reserved(ledger: Ledger, name: str, usage: Usage) -> None:
+def reserved(ledger, name, usage):
     pinned = ledger.book.at("m", 10**18 * 2, "CNY")
     hold = ledger.reserve("default", name, 0, pinned).result()
     ledger.settle(hold, usage, Outcome.FINISHED).result()

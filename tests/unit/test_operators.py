@@ -4,7 +4,6 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -14,9 +13,8 @@ from torch.nn.functional import gelu, silu
 
 from engine.attention import cpu, dense
 from engine.attention.agreement import operator_agrees
-from engine.attention.base import AttentionCall
 from engine.attention.cpu import CpuAttention
-from engine.attention.dense import StepPart, padded_keys
+from engine.attention.dense import padded_keys
 from engine.operators import library
 from engine.operators.library import Operators
 from tests.patience import PATIENCE_S
@@ -141,9 +139,7 @@ def test_attention_that_sums_in_another_order_does_not_agree(name, operators, mo
     assert "the compiled attention is not used for heads of 64: other bits" in caplog.text
 
 
-def _in_doubles(
-    call: AttentionCall, part: StepPart, _place: object, _tools: object, output: torch.Tensor
-) -> torch.Tensor:
+def _in_doubles(call, part, _place, _tools, output):
     positions = part.positions or range(part.start, part.start + part.num_rows)
     runs = part.runs if part.positions else part.runs * part.num_rows
     for number, (run, position) in enumerate(zip(runs, positions, strict=True)):
@@ -319,13 +315,13 @@ def test_two_starts_that_compile_at_once_both_load(operators, tmp_path, monkeypa
     assert [both[0].kept] == list(folder.iterdir()), "the same source gives the same library"
 
 
-def _compiler_that_waits(go: Path, operators: Operators) -> str:
+def _compiler_that_waits(go, operators):
     """Once `go` exists, it makes the library that `operators` has, at its last argument."""
     wait = f"while [ ! -e {go} ]; do sleep 0.05; done"
     return f'{wait}; for made; do :; done; cp {operators.kept} "$made"'
 
 
-def _models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiler: str) -> Path:
+def _models(tmp_path, monkeypatch, compiler):
     """An empty folder, on a machine whose compiler is this script of a shell; "": none."""
     if torch.backends.cpu.get_cpu_capability() not in library._FLAGS:
         pytest.skip("there are no operators for this processor")
@@ -339,7 +335,7 @@ def _models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiler: str) -> P
     return folder
 
 
-def _child_of(tmp_path: Path) -> int:
+def _child_of(tmp_path):
     """The number of the process that a compiler's script has written down and waits for."""
     written = tmp_path / "child"
     _until(lambda: written.exists() and written.read_text() != "")
@@ -348,7 +344,7 @@ def _child_of(tmp_path: Path) -> int:
     return child
 
 
-def _until(holds: Callable[[], bool]) -> None:
+def _until(holds):
     deadline = time.monotonic() + PATIENCE_S
     while not holds():
         assert time.monotonic() < deadline

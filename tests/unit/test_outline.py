@@ -1,10 +1,6 @@
 """Roles and sizes of messages are read from token ids, under templates of several styles."""
 
-from collections.abc import Sequence
-from typing import Any
-
 import pytest
-from transformers import PreTrainedTokenizerFast
 
 from engine.text.outline import Outline
 from engine.text.tokenizer import Tokenizer
@@ -24,13 +20,13 @@ TEMPLATES = {
 CHAT = [("user", "Who is that?"), ("assistant", "It is Ada."), ("user", "user\n<x> assistant\n")]
 
 
-def tokenizer(template: str) -> Tokenizer:
-    base: PreTrainedTokenizerFast = _bytes_tokenizer(["<h>", "</h>", "<eot>", "<inst>", "</inst>"])
+def tokenizer(template):
+    base = _bytes_tokenizer(["<h>", "</h>", "<eot>", "<inst>", "</inst>"])
     base.chat_template = template
     return Tokenizer(base)
 
 
-def ids_of(model: Tokenizer, chat: list[tuple[str, str]], **options: Any) -> Sequence[int]:
+def ids_of(model, chat, **options):
     messages = [{"role": role, "content": content} for role, content in chat]
     return model.encode(model.render(messages, **options), add_special_tokens=False)
 

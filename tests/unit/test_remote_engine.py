@@ -7,7 +7,7 @@ import asyncio
 import queue
 import threading
 from array import array
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable
 from contextlib import closing
 from typing import Any, cast
 
@@ -18,7 +18,7 @@ from engine.remote.engine import RemoteEngine
 from engine.remote.metrics import counters_in, labels_in
 from engine.remote.upstreams import Remote, Upstream
 from engine.remote.vllm import TAG, Completions
-from engine.request import FinishReason, Request, SamplingParams, StepOutput
+from engine.request import FinishReason, Request, SamplingParams
 from engine.settings import EngineSettings
 from tiers.blocks.contents import Content
 from tiers.blocks.keys import CacheScope
@@ -35,67 +35,65 @@ class Http:
 
     url = "http://engine"
 
-    def __init__(self, script: Script) -> None:
+    def __init__(self, script):
         self.script = script
-        self.asked: list[tuple[str, Mapping[str, Any]]] = []
+        self.asked = []
 
-    async def events(
-        self, path: str, body: Mapping[str, Any], sent: Callable[[], None]
-    ) -> AsyncGenerator[Event]:
+    async def events(self, path, body, sent):
         name = body["kv_transfer_params"][TAG]["id"]
         self.asked.append((name, body))
         sent()
         async for event in self.script(name):
             yield event
 
-    async def ask(self, method: str, path: str) -> tuple[int, str]:
+    async def ask(self, method, path):
         return 200, ""
 
-    async def close(self) -> None:
+    async def close(self):
         """Nothing is open."""
 
 
-def made(tokens: list[int], finish: str | None = None) -> Event:
+def made(tokens, finish=None):
     return {"choices": [{"token_ids": tokens, "finish_reason": finish}]}
 
 
-def usage(prompt: int, cached: int) -> Event:
+def usage(prompt, cached):
     details = {"cached_tokens": cached}
     return {"choices": [], "usage": {"prompt_tokens": prompt, "prompt_tokens_details": details}}
 
 
-async def two_tokens(name: str) -> AsyncGenerator[Event]:
+async def two_tokens(name):
     yield made([1])
     yield made([2], "stop")
     yield usage(32, 16)
 
 
-async def for_ever(name: str) -> AsyncGenerator[Event]:
+async def for_ever(name):
     yield made([1])
     while True:
         await asyncio.sleep(0.01)
         yield made([2])
 
 
-async def nothing_yet(name: str) -> AsyncGenerator[Event]:
+async def nothing_yet(name):
     await asyncio.sleep(WAIT_S)
     yield made([1], "stop")
 
 
-async def when_let(name: str) -> AsyncGenerator[Event]:
+async def when_let(name):
     while not LET.is_set():
         await asyncio.sleep(0.01)
     yield made([1], "stop")
 
 
-async def faulty(name: str) -> AsyncGenerator[Event]:
+async def faulty(name):
     yield made([1])
     raise ValueError("a bug")
 
 
 class House:
-    def __init__(self, script: Script, num_engines: int = 1) -> None:
-        self.outputs: queue.Queue[StepOutput] = queue.Queue()
+    def __init__(self, script, num_engines=1):
+        self.outputs = queue.Queue()
         self.https = [Http(script) for _ in range(num_engines)]
         self.http = self.https[0]
         remote = Remote(
@@ -111,17 +109,17 @@ class House:
         self.engine.use(cast(Any, object()), lambda: cast(Any, None))
         self.engine.start()
 
-    def _hear(self, outputs: Any) -> None:
+    def _hear(self, outputs):
         for output in outputs:
             self.outputs.put(output)
 
-    def until_last(self) -> list[StepOutput]:
+    def until_last(self):
         heard = []
         while not heard or not heard[-1].last:
             heard.append(self.outputs.get(timeout=WAIT_S))
         return heard
 
-    def close(self) -> None:
+    def close(self):
         self.engine.close()
 
 
@@ -131,9 +129,7 @@ def house(request):
         yield running
 
 
-def asked(
-    name: str = "r", num_tokens: int = 32, n: int = 1, share: str = "a", **more: Any
-) -> Request:
+def asked(name="r", num_tokens=32, n=1, share="a", **more):
     return Request(
         request_id=name,
         tokens=array("i", range(num_tokens)),
@@ -222,7 +218,7 @@ def test_an_engine_that_has_ended_fails_everything_and_the_engine(house):
     house.engine.submit(asked("two"))
     house.outputs.get(timeout=WAIT_S)
     house.engine.fail(dead := RuntimeError("the core is dead"))
-    last: set[str] = set()
+    last = set()
     while last != {"one", "two"}:
         output = house.outputs.get(timeout=WAIT_S)
         if output.last:
@@ -257,7 +253,7 @@ def test_the_engine_with_the_fewest_requests_gets_the_next_and_all_of_its_sequen
     with closing(House(for_ever, num_engines=2)) as house:
         for name, n in {"a": 2, "b": 1, "c": 1}.items():
             house.engine.submit(asked(name, n=n))
-            begun: set[int] = set()
+            begun = set()
             while len(begun) < n:
                 output = house.outputs.get(timeout=WAIT_S)
                 begun |= {output.index} if output.request_id == name else set()

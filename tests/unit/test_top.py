@@ -6,13 +6,10 @@ The picture in the README is this screen: the test below draws it and compares.
 import contextlib
 import re
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-from textual.pilot import Pilot
 from textual.widgets import DataTable, Static
 from typer.testing import CliRunner
 
@@ -28,7 +25,7 @@ GIB = 1 << 30
 IDLE = {"bounds": [1, 60, 900, 3600], "counts": [0, 10, 80, 10, 0], "total": 0.0}
 
 
-def tier(name: str, fill: float, capacity: int, **counters: int) -> dict[str, Any]:
+def tier(name, fill, capacity, **counters):
     used = int(fill * capacity)
     block = 2_949_120
     counts = {"hits": 0, "stored": 0, "evicted": 0} | counters
@@ -37,7 +34,7 @@ def tier(name: str, fill: float, capacity: int, **counters: int) -> dict[str, An
     return told | counts | {"capacity_bytes": capacity}
 
 
-def reading(turn: int = 0, **engine: Any) -> Reading:
+def reading(turn=0, **engine):
     """A busy server; each turn is a second later, with more of everything."""
     stats = {
         "version": "0.1.0",
@@ -68,7 +65,7 @@ def reading(turn: int = 0, **engine: Any) -> Reading:
         },
     }
     wave = [abs((n * 37) % 60 - 30) for n in range(120)]
-    history: dict[str, Sequence[float | None]] = {
+    history = {
         "prompt tok/s": [each * 25.0 for each in wave],
         "hit rate": [None if each == 0 else 0.5 + each / 80 for each in wave],
         "ttft p95": [0.05 + each / 500 for each in wave],
@@ -86,7 +83,7 @@ def reading(turn: int = 0, **engine: Any) -> Reading:
     )
 
 
-def used(tenant: str, requests: int, hit: float) -> dict[str, Any]:
+def used(tenant, requests, hit):
     prompt = requests * 2048
     return {
         "tenant": tenant,
@@ -103,19 +100,19 @@ def used(tenant: str, requests: int, hit: float) -> dict[str, Any]:
 class Readings:
     """A server whose next reading is the next of these, or an error."""
 
-    def __init__(self, make: Callable[[int], Reading] = reading) -> None:
+    def __init__(self, make=reading):
         self.turn = 0
         self.make = make
         self.down = False
 
-    def read(self) -> Reading:
+    def read(self):
         if self.down:
             raise LiveError("the server at http://127.0.0.1:8000 does not answer: refused")
         self.turn += 1
         return self.make(self.turn)
 
 
-async def read(pilot: Pilot[None], times: int = 1) -> None:
+async def read(pilot, times=1):
     """Let the app read the server again, without waiting for its clock."""
     app = pilot.app
     assert isinstance(app, TopApp)
@@ -126,24 +123,22 @@ async def read(pilot: Pilot[None], times: int = 1) -> None:
         await pilot.pause()
 
 
-def text(app: TopApp, place: str) -> str:
+def text(app, place):
     return str(app.query_one(place, Static).content)
 
 
-def column(app: TopApp, place: str, number: int) -> list[str]:
+def column(app, place, number):
     table = app.query_one(place, DataTable)
     return [str(table.get_row_at(row)[number]) for row in range(table.row_count)]
 
 
-def quiet(source: Readings) -> TopApp:
+def quiet(source):
     """An app that reads only when it is told to."""
     return TopApp(source, interval_s=3600)
 
 
 @contextlib.asynccontextmanager
-async def shown(
-    source: Readings | None = None, *, times: int = 1, size: tuple[int, int] = (80, 24)
-) -> AsyncIterator[tuple[TopApp, Pilot[None]]]:
+async def shown(source=None, *, times=1, size=(80, 24)):
     """The app on a terminal of this size, after so many readings."""
     app = quiet(source or Readings())
     async with app.run_test(size=size) as pilot:
@@ -235,7 +230,7 @@ async def test_a_server_that_does_not_answer_is_told_and_asked_again():
 
 
 async def test_what_must_be_known_at_once_is_on_top():
-    def broken(turn: int) -> Reading:
+    def broken(turn):
         seen = reading(turn, failed="CUDA error")
         stats = {**seen.stats, "violations": {"ledger": 1}}
         return replace(seen, stats=stats | {"money": {"num_holds": 0, "drift_units": 5}})
@@ -250,7 +245,7 @@ async def test_a_slow_server_is_asked_once_at_a_time():
     released = threading.Event()
 
     class Slow(Readings):
-        def read(self) -> Reading:
+        def read(self):
             found = super().read()
             assert released.wait(10)
             return found
@@ -271,7 +266,7 @@ async def test_a_narrow_screen_cuts_no_figure():
     """A long name pushed all figures out of 60 columns."""
     long = "customer-with-a-rather-long-name-of-its-own-"
 
-    def named(turn: int) -> Reading:
+    def named(turn):
         usage = [used(long + each, 900, 0.5) for each in "ab"]
         return replace(reading(turn), usage=usage, tenants=[])
 
@@ -295,7 +290,7 @@ async def test_the_picture_in_the_readme_is_this_screen(tmp_path):
     assert drawn == found, f"look at {fresh}, and copy it to {PICTURE} if it is right"
 
 
-def picture(svg: str) -> str:
+def picture(svg):
     """The screen without fonts from elsewhere, and the same in every run."""
     svg = re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL)
     return re.sub(r"terminal-\d+", "terminal", svg)

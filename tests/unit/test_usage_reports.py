@@ -4,8 +4,6 @@ import json
 import random
 import time
 from datetime import UTC, date, datetime, timedelta, timezone
-from pathlib import Path
-from typing import Any
 from zoneinfo import ZoneInfo
 
 import pytest
@@ -32,10 +30,9 @@ from billing.reports.usage import (
 )
 from billing.store import reports as store_reports
 from billing.store.opening import open_store
-from billing.store.store import LedgerStore
 from billing.usage import Usage
 from cachesvc.cli import app
-from tests.support.billing import START_NS, ManualClock, TestLedger, running_ledger
+from tests.support.billing import START_NS, ManualClock, running_ledger
 
 HOUR = 3600
 SPLITS = ("model", "project", "key", "session", "user", "tag:team")
@@ -66,7 +63,7 @@ def store(data_dir):
     opened.close()
 
 
-def told(store: LedgerStore, unit: Unit = Unit.DAY, **query: Any) -> list[tuple[str, str, int]]:
+def told(store, unit=Unit.DAY, **query):
     found = report(store, Query(**query), unit)
     return [(period.period, period.part, period.requests) for period in found]
 
@@ -94,10 +91,10 @@ def test_rollups_and_entries_say_the_same(store, unit):
 
 
 def test_only_the_days_that_a_border_cuts_are_read_from_their_charges(store, monkeypatch):
-    read: list[tuple[int, int]] = []
+    read = []
     real = store_reports.charges_between
 
-    def noting(connection: Any, tenant: str, from_ns: int, to_ns: int) -> Any:
+    def noting(connection, tenant, from_ns, to_ns):
         read.append((from_ns // DAY_NS, (to_ns - 1) // DAY_NS))
         return real(connection, tenant, from_ns, to_ns)
 
@@ -155,7 +152,7 @@ def test_an_unknown_tenant_is_said(store):
         by_session(store, Query(tenant="nobody"))
 
 
-def call(data_dir: Path, *arguments: str, code: int = 0) -> str:
+def call(data_dir, *arguments, code=0):
     result = CliRunner().invoke(app, ["usage", *arguments, "--data-dir", str(data_dir)])
     assert code == result.exit_code, result.output
     return result.output
@@ -196,7 +193,7 @@ def house(tmp_path):
         yield house
 
 
-def parts(house: TestLedger, split: str) -> dict[str, int]:
+def parts(house, split):
     found = report(house.ledger.store, Query(split=split), Unit.ALL)
     return {period.part: period.requests for period in found}
 
@@ -264,7 +261,7 @@ def test_who_costs_more_than_a_share_is_always_among_those_listed(seed, most):
 def test_the_command_sums_by_user_and_tag(house, tmp_path):
     house.charge("r1", Usage(miss=100), user="ann", tags={"team": "x"})
 
-    def said_by(*arguments: str, code: int = 0) -> str:
+    def said_by(*arguments, code=0):
         result = CliRunner().invoke(app, ["usage", *arguments, "--data-dir", str(tmp_path)])
         assert code == result.exit_code, result.output
         return result.output

@@ -1,26 +1,23 @@
 """How a vLLM engine reaches its node: one that fails is a miss, and one that is back is used."""
 
-from pathlib import Path
-
 from cachesvc.vllm.link import RETRY_S, NodeLink
 from tests.unit.test_node_socket import LAYOUT, prompt, serving, write
-from tiers.node.client import NodeClient
 from tiers.tier import TierName
 
 
 class Clock:
     now_s = 100.0
 
-    def __call__(self) -> float:
+    def __call__(self):
         return self.now_s
 
 
-def put(node: NodeClient) -> bool:
+def put(node):
     write(node, prompt(1))
     return True
 
 
-def link_to(path: Path, clock: Clock) -> NodeLink:
+def link_to(path, clock):
     return NodeLink(path, LAYOUT, timeout_s=5, clock_s=clock)
 
 

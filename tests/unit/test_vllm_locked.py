@@ -7,10 +7,7 @@ that makes it right: no page of a registered piece goes back to the system.
 import logging
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,12 +22,11 @@ from cachesvc.vllm.locked import LockedMemory
 from cachesvc.vllm.transfers import GroupBlocks, Transfer
 from tests.unit.test_frames_pinned import Cudart
 from tests.unit.test_node_socket import LAYOUT, joined, prompt, serving, write
-from tiers.blocks.keys import BlockId, CacheScope
+from tiers.blocks.keys import CacheScope
 from tiers.errors import NodeError
 from tiers.node import arena, messages
 from tiers.node.arena import SharedMemory, frame_stride
 from tiers.node.messages import Op
-from tiers.node.node import NodeServer
 
 PIECE = 4  # frames
 STRIDE = frame_stride(LAYOUT)
@@ -55,20 +51,20 @@ def pages_stay(monkeypatch):
     """No page goes back that a client may have registered."""
     give_back = SharedMemory.give_back
 
-    def checked(memory: SharedMemory, number: int) -> None:
+    def checked(memory, number):
         assert not LOCKED.get(memory, {}).get(number // PIECE), "a GPU still has this page"
         give_back(memory, number)
 
-    LOCKED: dict[SharedMemory, dict[int, int]] = {}
+    LOCKED = {}
     lock, unlock = arena.SharedArena.lock, arena.SharedArena.unlock
 
-    def locks(some: arena.SharedArena, piece: int) -> bool:
+    def locks(some, piece):
         granted = lock(some, piece)
         counts = LOCKED.setdefault(some.memory, {})
         counts[piece] = counts.get(piece, 0) + granted
         return granted
 
-    def unlocks(some: arena.SharedArena, piece: int) -> None:
+    def unlocks(some, piece):
         LOCKED[some.memory][piece] -= 1
         unlock(some, piece)
 
@@ -77,11 +73,11 @@ def pages_stay(monkeypatch):
     monkeypatch.setattr(SharedMemory, "give_back", checked)
 
 
-def locked_bytes(node: NodeServer) -> int:
+def locked_bytes(node):
     return sum(pool["locked_bytes"] for pool in node.stats()["pools"])
 
 
-def until_unlocked(node: NodeServer) -> None:
+def until_unlocked(node):
     give_up = time.monotonic() + 5
     while locked_bytes(node):
         assert time.monotonic() < give_up
@@ -89,7 +85,7 @@ def until_unlocked(node: NodeServer) -> None:
 
 
 @contextmanager
-def locking(path: Path) -> Iterator[LockedMemory]:
+def locking(path):
     with closing(LockedMemory(path, LAYOUT, CPU)) as locked:
         yield locked
 
@@ -146,7 +142,7 @@ def test_a_restarted_node_has_other_memory_which_is_locked_anew(path, cudart):
 def test_memory_is_unlocked_before_the_node_hears_of_the_end(path, cudart, monkeypatch):
     unlock, registered = arena.SharedArena.unlock, []
 
-    def unlocks(some: arena.SharedArena, piece: int) -> None:
+    def unlocks(some, piece):
         registered.append(len(cudart.pieces))
         unlock(some, piece)
 
@@ -229,7 +225,7 @@ GROUP = KvGroup(0, ("a", "b"), LAYOUT)
 IDENTITY = EngineIdentity(CacheScope(weights=b"w"), (GROUP,), num_ranks=1)
 
 
-def kv_like_vllm(seed: int | None = None, num_blocks: int = 12) -> dict[str, torch.Tensor]:
+def kv_like_vllm(seed=None, num_blocks=12):
     """Two layers of blocks of 4 tokens, K and V of 128 numbers each."""
     random = torch.Generator().manual_seed(seed or 0)
     shape = (2, num_blocks, 4, 128)
@@ -240,7 +236,7 @@ def kv_like_vllm(seed: int | None = None, num_blocks: int = 12) -> dict[str, tor
 
 
 @contextmanager
-def carrying(path: Path, kv: dict[str, torch.Tensor], *, locks: bool = False) -> Iterator[Carrier]:
+def carrying(path, kv, *, locks=False):
     carrier = Carrier(IDENTITY, path, rank=0)
     carrier.start(kv, 12)
     if locks:
@@ -249,11 +245,11 @@ def carrying(path: Path, kv: dict[str, torch.Tensor], *, locks: bool = False) ->
         yield carrier
 
 
-def moved(carrier: Carrier, loads: list[Transfer], saves: list[Transfer]) -> set[int]:
+def moved(carrier, loads, saves):
     """Blocks that failed."""
     carrier.move(loads, saves)
     waiting = {each.name for each in loads}, {each.name for each in saves}
-    failed: set[int] = set()
+    failed = set()
     give_up = time.monotonic() + 20
     while any(waiting):
         done = carrier.take_loaded()
@@ -264,9 +260,7 @@ def moved(carrier: Carrier, loads: list[Transfer], saves: list[Transfer]) -> set
     return failed
 
 
-def transfer(
-    ids: list[BlockId], *blocks: int, in_parts: bool = False, in_step: bool = False
-) -> Transfer:
+def transfer(ids, *blocks, in_parts=False, in_step=False):
     return Transfer("request", (GroupBlocks(0, (tuple(ids),), blocks),), in_parts, in_step)
 
 
@@ -275,7 +269,7 @@ def test_what_one_engine_stored_another_loads_with_every_byte_also_after_a_resta
     path, tmp_path, locks, monkeypatch
 ):
     monkeypatch.setattr(carrier_module, "PART_BYTES", 2 * IDENTITY.layout.nbytes)
-    below: Any = {"disk_dir": tmp_path / "disk", "disk_bytes": 64 << 20}
+    below = {"disk_dir": tmp_path / "disk", "disk_bytes": 64 << 20}
     ids, source, target = prompt(1, 5), kv_like_vllm(3), kv_like_vllm()
     with carrying(path, source, locks=locks) as one:
         with (
@@ -340,7 +334,7 @@ def test_an_idle_step_waits_until_a_transfer_has_ended(path):
         carrier.wait(300)
         answer, may_answer = node._handle, threading.Event()
 
-        def late(*asked: Any) -> None:
+        def late(*asked):
             may_answer.wait(120)
             answer(*asked)
 
@@ -361,7 +355,7 @@ def test_a_copy_that_fails_is_a_miss_and_the_next_one_is_made(path, monkeypatch)
     ids, kv = prompt(1, 3), kv_like_vllm(3)
     with serving(path) as node, carrying(path, kv) as carrier:
 
-        def refused(*_: object) -> None:
+        def refused(*_):
             raise RuntimeError("invalid argument")
 
         with monkeypatch.context() as patch:

@@ -2,10 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
 from contextlib import closing
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,26 +13,28 @@ from cachesvc.vllm.groups import KvGroup
 from cachesvc.vllm.identity import group_roots, rank_roots
 from tests.unit.test_node_socket import LAYOUT, ROOT, joined, prompt, serving, write
 from tiers.blocks.chain import Chain, KeyedPrefix
-from tiers.blocks.keys import BlockId, block_ids, token_bytes
+from tiers.blocks.keys import block_ids, token_bytes
 from tiers.node.client import NodeClient
 from tiers.node.messages import state_layout
 from tiers.policy.retention import PinError
 from tiers.tier import TierName
 
+WHOLE = KvGroup(0, (), LAYOUT)
+
 
 class Vllm:
     """What the operations use of the engine; `forgets` says whether it empties its own cache."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.running = frozenset({"a", "b"})
         self.forgets = [False, True]
         self.asked = threading.Event()
 
-    def forget(self) -> bool:
+    def forget(self):
         self.asked.set()
         return self.forgets.pop(0)
 
-    def in_flight(self) -> frozenset[str]:
+    def in_flight(self):
         return self.running
 
 
@@ -51,16 +50,11 @@ def engine(path, tmp_path):
         yield client
 
 
-def operations(
-    path: Path,
-    vllm: Vllm,
-    num_ranks: int = 1,
-    groups: Sequence[KvGroup] = (KvGroup(0, (), LAYOUT),),
-) -> NodeOperations:
+def operations(path, vllm, num_ranks=1, groups=(WHOLE,)):
     return NodeOperations(path, groups, num_ranks, forget=vllm.forget, in_flight=vllm.in_flight)
 
 
-def of_rank(rank: int) -> list[BlockId]:
+def of_rank(rank):
     """The blocks of `prompt(1)` on a tensor-parallel rank."""
     return block_ids(rank_roots(ROOT, 2)[rank], b"".join(b.tokens for b in prompt(1)), 4)
 
@@ -123,34 +117,34 @@ TOKENS = [1] * 21  # five blocks and a tail
 class Parts:
     """Blocks of `TOKENS` in a node, by group and rank."""
 
-    def __init__(self, path: Path, num_ranks: int) -> None:
+    def __init__(self, path, num_ranks):
         self.clients = {g.layout: NodeClient(path, g.layout) for g in GROUPS}
         for client in self.clients.values():
             client.connect()
         self.num_ranks = num_ranks
 
-    def runs(self) -> Iterator[tuple[int, NodeClient, list[BlockId]]]:
+    def runs(self):
         for number, group in enumerate(GROUPS):
             for root in rank_roots(group_roots(ROOT, 3)[number], self.num_ranks):
                 ids = block_ids(root, token_bytes(TOKENS), 4)
                 yield number, self.clients[group.layout], ids
 
-    def write(self) -> None:
+    def write(self):
         for _, client, ids in self.runs():
             write(client, ids)
 
-    def evict(self) -> None:
+    def evict(self):
         for _, client, ids in self.runs():
             client.operate("evict", keys=[block.key.hex() for block in ids])
 
-    def held(self) -> list[tuple[int, list[int]]]:
+    def held(self):
         """For each group and rank, the places of the blocks that the node has."""
         return [
             (number, [place for place, block in enumerate(ids) if client.probe([block])])
             for number, client, ids in self.runs()
         ]
 
-    def close(self) -> None:
+    def close(self):
         for client in self.clients.values():
             client.close()
 
@@ -183,7 +177,7 @@ def test_a_pin_that_one_layout_refuses_leaves_all_as_they_were(parts, path, monk
         first = cache.pin("p", Chain(ROOT, TOKENS, 4), cache.now_s + 3600, "first")
         ask = NodeClient.operate
 
-        def refuse(node: NodeClient, what: str, **about: Any) -> dict[str, Any]:
+        def refuse(node, what, **about):
             if what == "pin" and node is cache._pins._nodes[GROUPS[2].layout]:
                 return {"refused": "no room", "excess": 1}
             return ask(node, what, **about)

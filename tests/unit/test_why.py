@@ -13,18 +13,13 @@ PARENT, KEY, OTHER = (PrefixKey(bytes([n]) * 16) for n in (1, 2, 3))
 NOW = 1_000_000.0
 
 
-def lookup(
-    served: int,
-    prompt: int,
-    absence: Absence | None = None,
-    stop: MissReason = MissReason.ABSENT,
-) -> Lookup:
+def lookup(served, prompt, absence=None, stop=MissReason.ABSENT):
     runs = [BlockRun(TierName.DISK, 0, served, served // 64, PARENT)] if served else []
     runs.append(BlockRun(None, served, prompt - served, 1))
     return Lookup(tuple(runs), stop, 64, absence)
 
 
-def missing(**known: object) -> Absence:
+def missing(**known):
     return Absence(parent=PARENT, key=known.pop("key", KEY), **known)  # type: ignore[arg-type]
 
 

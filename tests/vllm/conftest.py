@@ -1,10 +1,8 @@
 """A real vLLM in an environment of its own (`make test-vllm`), the default model, real nodes."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -42,9 +40,7 @@ def started(tmp_path_factory):
     Operators(tmp_path_factory.mktemp("operators")).load(patience_s=None)
 
     @contextmanager
-    def start(
-        model: Path, node: RunningNode | None, folder: Path, **options: Any
-    ) -> Iterator[Engine]:
+    def start(model, node, folder, **options):
         log = folder / f"vllm-{time.time_ns()}.log"
         engine = Engine(model, node.socket if node else None, log, forks=forks, **options)
         try:

@@ -15,7 +15,6 @@ import signal
 import socket
 import sys
 import time
-from typing import Any
 
 os.environ.update(VLLM_CPU_KVCACHE_SPACE="1", HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="WARNING")
 
@@ -31,7 +30,7 @@ IMPORTED = (
 )
 
 
-def fork_engines(descriptor: int) -> None:
+def fork_engines(descriptor):
     """Answers each pair with the process id of its engine, until the other end is closed."""
     for name in IMPORTED:
         importlib.import_module(name)
@@ -55,18 +54,16 @@ def fork_engines(descriptor: int) -> None:
             asks.send(str(pid).encode())
 
 
-def main(model: str, connector: str) -> None:
+def main(model, connector):
     from vllm import LLM, SamplingParams
 
     say = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever vLLM prints is no answer
     usual = {"dtype": "float32", "max_model_len": 4096, "enforce_eager": True, "max_num_seqs": 4}
-    options: dict[str, Any] = usual | json.loads(connector)
+    options = usual | json.loads(connector)
     engine = LLM(model, **options)
 
-    def generate(
-        prompts: list[list[int]], salt: str | None = None, max_tokens: int = 12
-    ) -> list[Any]:
+    def generate(prompts, salt=None, max_tokens=12):
         greedy = SamplingParams(temperature=0, max_tokens=max_tokens, logprobs=0)
         asked = [
             {"prompt_token_ids": ids, **({"cache_salt": salt} if salt else {})} for ids in prompts
@@ -89,8 +86,8 @@ def main(model: str, connector: str) -> None:
             for output in outputs
         ]
 
-    def reset() -> bool:
-        done: bool = engine.reset_prefix_cache()
+    def reset():
+        done = engine.reset_prefix_cache()
         if not done and os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0":
             engine.llm_engine.step()  # a core in this process moves only when it is called
         return done
@@ -101,7 +98,7 @@ def main(model: str, connector: str) -> None:
         do = told.pop("do")
         if do == "end":
             break
-        answer: Any = generate(**told) if do == "generate" else reset()
+        answer = generate(**told) if do == "generate" else reset()
         print(json.dumps(answer), file=say, flush=True)
 
 

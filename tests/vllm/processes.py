@@ -7,10 +7,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import IO, Any, TextIO
 
 from tiers.node.client import NodeClient
 
@@ -19,7 +17,7 @@ PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 DRIVER = Path(__file__).with_name("driver.py")
 
 
-def environment(num_threads: int, *, core_apart: bool) -> dict[str, str]:
+def environment(num_threads, *, core_apart):
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
@@ -28,7 +26,7 @@ def environment(num_threads: int, *, core_apart: bool) -> dict[str, str]:
     }
 
 
-def connector(node: Path) -> dict[str, Any]:
+def connector(node):
     """What tells vLLM to keep its blocks in a node."""
     return {
         "kv_connector": "CachesvcConnector",
@@ -43,7 +41,7 @@ class Forks:
     """A process that has imported vLLM, and forks engines. Their core is in the same process, with
     one thread: two engines side by side have two processors, and threads that spin."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
@@ -53,13 +51,13 @@ class Forks:
                 env=environment(1, core_apart=False),
             )
 
-    def start(self, arguments: Sequence[str], *files: IO[Any]) -> int:
+    def start(self, arguments, *files):
         """The process id of an engine with these as its input, output and errors."""
         numbers = [file.fileno() for file in files]
         socket.send_fds(self._socket, [json.dumps(arguments).encode()], numbers)
         return int(self._socket.recv(32))
 
-    def close(self) -> None:
+    def close(self):
         self._socket.close()
         self._process.wait()
 
@@ -68,21 +66,12 @@ class Engine:
     """A vLLM engine in a process of its own, with more of vLLM's options. Without `forks` its core
     is in another process, as in service, and it takes four times as long to start."""
 
-    def __init__(
-        self,
-        model: Path,
-        node: Path | None,
-        log: Path,
-        python: Path = PYTHON,
-        *,
-        forks: Forks | None = None,
-        **options: Any,
-    ) -> None:
+    def __init__(self, model, node, log, python=PYTHON, *, forks=None, **options):
         self.log = log
         told = ({"kv_transfer_config": connector(node)} if node else {}) | options
         arguments = [str(model), json.dumps(told)]
         (asks, self._asks), (self._answers, answers) = pipe(), pipe()
-        self._process: subprocess.Popen[str] | None = None
+        self._process = None
         with asks, answers, log.open("wb") as errors:
             if forks is not None:
                 self._pid = forks.start(arguments, asks, answers, errors)
@@ -99,25 +88,22 @@ class Engine:
                 self._pid = self._process.pid
         self._read()
 
-    def tell(self, do: str, **what: Any) -> None:
+    def tell(self, do, **what):
         self._asks.write(json.dumps({"do": do, **what}) + "\n")
         self._asks.flush()
 
-    def _read(self) -> Any:
+    def _read(self):
         line = self._answers.readline()
         assert line, self.log.read_text()[-4000:]
         return json.loads(line)
 
-    def generate(
-        self, *prompts: Sequence[int], salt: str | None = None, max_tokens: int = 12
-    ) -> list[dict[str, Any]]:
+    def generate(self, *prompts, salt=None, max_tokens=12):
         """For each prompt its tokens, their logprobs, and the tokens that were hits."""
         ids = [list(prompt) for prompt in prompts]
         self.tell("generate", prompts=ids, salt=salt, max_tokens=max_tokens)
-        answers: list[dict[str, Any]] = self._read()
-        return answers
+        return self._read()
 
-    def forget(self) -> None:
+    def forget(self):
         """Empty vLLM's own prefix cache; its blocks may still be on their way to the node."""
         for _ in range(100):
             self.tell("reset")
@@ -126,7 +112,7 @@ class Engine:
             time.sleep(0.1)
         raise AssertionError("vLLM did not give its blocks back")
 
-    def kill(self) -> None:
+    def kill(self):
         """kill -9, its workers included: none of them may clean up."""
         if self._answers.closed:
             return
@@ -140,7 +126,7 @@ class Engine:
             self._process.wait()
 
 
-def pipe() -> tuple[TextIO, TextIO]:
+def pipe():
     """What is read of it, and what is written to."""
     read, write = os.pipe()
     return os.fdopen(read), os.fdopen(write, "w")
@@ -149,20 +135,13 @@ def pipe() -> tuple[TextIO, TextIO]:
 class RunningNode:
     """`cachesvc node` as an operator starts it."""
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        socket: Path | None = None,
-        disk: Path | None = None,
-        more: Sequence[str] = (),
-    ) -> None:
+    def __init__(self, folder, *, socket=None, disk=None, more=()):
         self.more = more
         self.socket = socket or folder / "node.sock"
         self.disk = disk or folder / "disk"
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process = None
 
-    def start(self, host: str = "512MiB", disk: str = "2GiB") -> None:
+    def start(self, host="512MiB", disk="2GiB"):
         self._process = subprocess.Popen(
             [
                 *(Path(sys.executable).with_name("cachesvc"), "node", "--socket", self.socket),
@@ -177,31 +156,31 @@ class RunningNode:
             time.sleep(0.1)
         raise AssertionError("the node did not start")
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self):
         with closing(NodeClient(self.socket)) as client:
             client.open()
             return client.stats()
 
-    def pool(self) -> dict[str, Any]:
+    def pool(self):
         (pool,) = self.stats()["pools"]
         return dict(pool)
 
-    def until_on_disk(self) -> None:
+    def until_on_disk(self):
         while any(pool["is_writing"] for pool in self.stats()["pools"]):
             time.sleep(0.05)
 
-    def stop(self) -> None:
+    def stop(self):
         self._end(signal.SIGTERM)
 
-    def kill(self) -> None:
+    def kill(self):
         self._end(signal.SIGKILL)
         self.socket.unlink(missing_ok=True)
 
-    def signal(self, number: int) -> None:
+    def signal(self, number):
         assert self._process is not None
         self._process.send_signal(number)
 
-    def _end(self, number: int) -> None:
+    def _end(self, number):
         if self._process is not None:
             self._process.send_signal(number)
             self._process.wait()

@@ -5,15 +5,11 @@ kill. One story, for an engine takes half a minute to start.
 import signal
 import threading
 from contextlib import ExitStack, closing
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.crash.test_node_kill import record_offset
 from tests.unit.test_disk_faults import flip
-from tests.vllm.processes import Engine
-from tiers.blocks.layout import BlockLayout
 from tiers.disk.open import open_disk
 from tiers.node.below import disk_folder
 from tiers.node.messages import described_layout
@@ -41,16 +37,16 @@ def alone(model, started, tmp_path_factory):
 class Story:
     """Asks an engine, and compares each answer with vLLM's own."""
 
-    def __init__(self, alone: dict[str, list[int]]) -> None:
+    def __init__(self, alone):
         self._alone = alone
 
-    def ask(self, engine: Engine, *names: str, salt: str | None = None) -> list[dict[str, Any]]:
+    def ask(self, engine, *names, salt=None):
         answers = engine.generate(*(PROMPTS[name] for name in names), salt=salt)
         for name, answer in zip(names, answers, strict=True):
             assert self._alone[name] == answer["tokens"], f"other tokens for {name}: {answer}"
         return answers
 
-    def expect(self, engine: Engine, name: str, tier: str) -> None:
+    def expect(self, engine, name, tier):
         """The whole prompt but its last block is a hit of this tier, and the answer is the same."""
         engine.forget()
         (answer,) = self.ask(engine, name)
@@ -115,7 +111,7 @@ def test_the_same_tokens_from_every_tier_and_after_every_kill(
         second.forget()
         third = stack.enter_context(started(model, node, tmp_path))
         story.expect(third, "fourth", "host")
-        answers: list[Any] = []
+        answers = []
         both = [
             threading.Thread(target=lambda e=engine: answers.append(story.ask(e, *PROMPTS)))
             for engine in (second, third)
@@ -129,7 +125,7 @@ def test_the_same_tokens_from_every_tier_and_after_every_kill(
         assert (0, 0) == (counts["lost"], counts["collisions"])
 
 
-def wait_for_link(story: Story, engine: Engine) -> None:
+def wait_for_link(story, engine):
     """An engine leaves a node that failed alone for a second; ask until it is back."""
     for _ in range(30):
         engine.forget()
@@ -139,7 +135,7 @@ def wait_for_link(story: Story, engine: Engine) -> None:
     raise AssertionError("the engine did not come back to the node")
 
 
-def damage(disk: Path, layout: BlockLayout) -> None:
+def damage(disk, layout):
     """Flip a bit in the payload of every other block, in the order of their keys."""
     folder = disk_folder(disk, layout)
     with closing(open_disk(folder, layout, 2 << 30)) as tier, tier.view() as view:

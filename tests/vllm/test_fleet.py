@@ -9,11 +9,8 @@ import signal
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -46,7 +43,7 @@ class Server(Machine):
     start_s = PATIENCE_S
     engine = ""
 
-    def command(self) -> list[Any]:
+    def command(self):
         script, *more = super().command()
         sizes = more.index("--block-size")  # the engine's, and so are the tiers
         return [script, *more[:sizes], "--engine", self.engine]
@@ -55,7 +52,7 @@ class Server(Machine):
 class Vllm:
     """`vllm serve` with our connector, as an operator starts it."""
 
-    def __init__(self, model: Path, node: Path, log: Path) -> None:
+    def __init__(self, model, node, log):
         self.url, self._log = f"http://127.0.0.1:{free_port()}", log
         told = {
             "model": model,
@@ -80,28 +77,28 @@ class Vllm:
                 start_new_session=True,
             )
 
-    def wait(self) -> None:
+    def wait(self):
         until(lambda: self._process.poll() is not None or answers(f"{self.url}/health"))
         assert self._process.poll() is None, self._log.read_text()[-4000:]
 
-    def counters(self) -> dict[str, float]:
+    def counters(self):
         return counters_in(httpx.get(f"{self.url}/metrics", timeout=PATIENCE_S).text)
 
-    def kill(self) -> None:
+    def kill(self):
         """kill -9, its workers included."""
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
 
-def answers(url: str) -> bool:
+def answers(url):
     try:
         return httpx.get(url, timeout=5).status_code == 200
     except httpx.HTTPError:
         return False
 
 
-def until(done: Any) -> None:
+def until(done):
     give_up = time.monotonic() + PATIENCE_S
     while not done():
         assert time.monotonic() < give_up
@@ -109,7 +106,7 @@ def until(done: Any) -> None:
 
 
 @contextmanager
-def router(engines: Sequence[Vllm], log: Path) -> Iterator[str]:
+def router(engines, log):
     port = free_port()
     command = [PYTHON.with_name("vllm-router"), "--port", str(port), "--disable-retries"]
     workers = ["--policy", "cache_aware", "--worker-urls", *(each.url for each in engines)]
@@ -129,18 +126,18 @@ def router(engines: Sequence[Vllm], log: Path) -> Iterator[str]:
 class Conversations:
     """What clients asked, and what they were told. A client tries again, as client libraries do."""
 
-    def __init__(self, servers: Sequence[Server], model: str, key: Mapping[str, str]) -> None:
+    def __init__(self, servers, model, key):
         self._servers, self._model, self._key = servers, model, key
-        self.acknowledged: dict[str, Counter[str]] = {}
+        self.acknowledged = {}
         self.num_failed = 0
 
-    def hold(self, number: int) -> None:
+    def hold(self, number):
         told = f"{OPENING} I am guest {number}."
         for turn in range(2):
             answer = self._ask(told, self._servers[(number + turn) % len(self._servers)])
             told += answer + f" And then? ({turn})"
 
-    def _ask(self, prompt: str, server: Server) -> str:
+    def _ask(self, prompt, server):
         body = {"model": self._model, "prompt": prompt, "temperature": 0, "max_tokens": 6}
         give_up = time.monotonic() + PATIENCE_S
         while True:
@@ -166,7 +163,7 @@ class Conversations:
         self.acknowledged[request] = Counter(counts)
         return str(told["choices"][0]["text"])
 
-    def hold_all(self, numbers: range) -> Counter[str]:
+    def hold_all(self, numbers):
         """The sums of what these were told, while nobody else asks."""
         before = set(self.acknowledged)
         with ThreadPoolExecutor(AT_ONCE) as pool:
@@ -176,9 +173,9 @@ class Conversations:
         )
 
 
-def counted(engines: Sequence[Vllm]) -> Counter[str]:
+def counted(engines):
     """What vLLM says that it has computed, found and generated."""
-    sums: Counter[str] = Counter()
+    sums = Counter()
     for engine in engines:
         told = engine.counters()
         hits = told["vllm:prefix_cache_hits_total"] + told["vllm:external_prefix_cache_hits_total"]
@@ -188,9 +185,9 @@ def counted(engines: Sequence[Vllm]) -> Counter[str]:
     return sums
 
 
-def charged(server: Server) -> dict[str, Counter[str]]:
+def charged(server):
     """What the ledger has, by request. Each once."""
-    found: dict[str, Counter[str]] = {}
+    found = {}
     for entry in booked(server.ledger_url):
         if entry.kind is Kind.CHARGE:
             assert entry.request_id not in found
@@ -265,7 +262,7 @@ def test_a_fleet_bills_each_answer_once_while_an_engine_is_killed(model, tmp_pat
         assert dashboard(one) == dashboard(two)
 
 
-def dashboard(server: Server) -> Any:
+def dashboard(server):
     """The usage of all tenants as a server's dashboard has it."""
     done = subprocess.run(
         [server.command()[0], "admin", "link", "--data-dir", server.data_dir],
