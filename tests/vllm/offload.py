@@ -13,6 +13,8 @@ import time
 from typing import Any
 
 import numpy as np
+from vllm import platforms
+from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.kv_offload.base import (
     LookupResult,
     Medium,
@@ -107,9 +109,15 @@ class Offload:
             self.step()
         seconds = time.perf_counter() - began_s
         if wait:
-            self.manager.reset_cache()
-            self.rows[:] = 0
+            self.empty()
         return {"seconds": seconds}
+
+    def empty(self) -> None:
+        """Empties the host memory, as a reset of vLLM's cache does."""
+        self.manager.reset_cache()
+        if hasattr(self.manager, "on_reset_flushed"):  # from 0.33 on
+            self.manager.on_reset_flushed()
+        self.rows[:] = 0
 
     def load(self, first: int, count: int) -> dict[str, Any]:
         """The chunks that came from the tier, and how many of them have wrong bytes."""
@@ -124,8 +132,7 @@ class Offload:
         wrong = [number for number, row in pairs if (self.rows[row] != chunk_of(number)).any()]
         self.manager.complete_load(keys, context)
         self.manager.on_request_finished(context)
-        self.manager.reset_cache()
-        self.rows[:] = 0
+        self.empty()
         return {"hits": hits, "wrong": wrong, "seconds": seconds, "sources": sources}
 
     def held(self, first: int, count: int) -> list[int]:
@@ -168,6 +175,8 @@ def answer(offload: Offload | None, do: str, asked: dict[str, Any]) -> tuple[Off
 
 
 def main() -> None:
+    if not platforms.current_platform.device_type:  # the classes of a build for GPUs, on a CPU
+        platforms._current_platform = CpuPlatform()
     register()
     offload: Offload | None = None
     for line in sys.stdin:

@@ -14,13 +14,15 @@ from tiers.node.client import NodeClient
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
+NEXT = ROOT / ".venv-vllm" / "next"  # the next version's classes; see `tests.vllm.next`
 DRIVER = Path(__file__).with_name("driver.py")
 
 
-def environment(num_threads, *, core_apart):
+def environment(num_threads, *, core_apart, first=()):
+    paths = [*map(str, first), str(ROOT), os.environ.get("PYTHONPATH", "")]
     return {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "OMP_NUM_THREADS": str(num_threads),
         "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(core_apart)),
     }

@@ -7,17 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.vllm.processes import PYTHON, ROOT, environment
+from tests.vllm.processes import NEXT, PYTHON, ROOT, environment
 
 pytestmark = pytest.mark.vllm
 COUNT = 32
 
 
 class Offloading:
-    """A process of vLLM's environment; see `tests.vllm.offload`."""
+    """A process of vLLM's environment, or of the next version's classes in it; see
+    `tests.vllm.offload`."""
 
-    def __init__(self, log: Path) -> None:
-        self.log = log
+    def __init__(self, log: Path, classes: str = "installed") -> None:
+        self.log, self.classes = log, classes
         with log.open("wb") as errors:
             self._process = subprocess.Popen(
                 [PYTHON, "-m", "tests.vllm.offload"],
@@ -25,7 +26,7 @@ class Offloading:
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 cwd=ROOT,
-                env=environment(1, core_apart=False),
+                env=environment(1, core_apart=False, first=[NEXT] if classes == "next" else []),
                 text=True,
             )
 
@@ -49,11 +50,11 @@ class Offloading:
         self._process.wait()
 
 
-@pytest.fixture(scope="module")
-def vllm(tmp_path_factory):
-    if not PYTHON.exists():
-        pytest.fail("there is no .venv-vllm; run make test-vllm")
-    running = Offloading(tmp_path_factory.mktemp("vllm") / "log")
+@pytest.fixture(scope="module", params=["installed", "next"])
+def vllm(tmp_path_factory, request):
+    if not (PYTHON.exists() and NEXT.exists()):
+        pytest.fail("there is no .venv-vllm, or no next version in it; run make test-vllm")
+    running = Offloading(tmp_path_factory.mktemp("vllm") / "log", request.param)
     yield running
     running.close()
 
@@ -157,7 +158,7 @@ def test_it_is_bounded_and_keeps_what_was_used_last(opened, tier):
 def test_killed_while_it_writes_it_serves_what_was_written_and_nothing_wrong(
     vllm, weights, tier, opened, tmp_path
 ):
-    other = Offloading(tmp_path / "log")
+    other = Offloading(tmp_path / "log", vllm.classes)
     assert {} == other("open", model=str(weights), tier=tier)
     other("store", first=0, count=COUNT)
     second = vllm("open", model=str(weights), tier=tier)
