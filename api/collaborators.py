@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from api.requests.fingerprints import Fingerprints
 from api.requests.kept import Purges
 from api.requests.responses import StoredResponses
 from api.served_model import EngineClient, ServedModel
@@ -121,7 +120,6 @@ class Records:
     journal: "Journal"
     conversations: "Conversations"
     responses: StoredResponses = field(default_factory=StoredResponses)
-    fingerprints: Fingerprints = field(default_factory=Fingerprints)  # of answered prompts
     purges: Purges = field(default_factory=Purges)
 
 

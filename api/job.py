@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any, Final
+from typing import Any
 
 from api.served_model import ServedModel
 from billing.errors import GateError
@@ -47,43 +47,6 @@ class Divergence:
     at_token: int
     of_tokens: int
     reason: DivergenceReason
-
-
-COMPARED_TOKENS: Final = 64  # two prompts are compared in steps of this size
-
-
-class PromptPart(StrEnum):
-    """A part of a request that makes up its prompt, in the order in which they are compared."""
-
-    MODEL = "model"
-    SYSTEM = "system"
-    TOOLS = "tools"
-    ARGUMENTS = "arguments"  # of the chat template, such as the effort of reasoning
-    MESSAGES = "messages"
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """Of the `of_tokens` of an earlier prompt, the later one begins with `common_tokens`.
-
-    `changed` is the first part that differs; None if the later request only goes on. Then tokens
-    can still differ, because a template may render old messages in another way.
-    """
-
-    changed: PromptPart | None
-    common_tokens: int
-    of_tokens: int
-
-    @property
-    def missed_tokens(self) -> int:
-        return self.of_tokens - self.common_tokens
-
-    @property
-    def continues(self) -> bool:
-        """Whether all that could be reused of the earlier prompt stands in the later one."""
-        return not self.missed_tokens or (
-            self.changed is None and self.missed_tokens < COMPARED_TOKENS
-        )
 
 
 @dataclass(frozen=True, slots=True)

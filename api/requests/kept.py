@@ -7,10 +7,8 @@ file. `NOTHING` stores none. Event loop only.
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import fields
-from typing import Any, Generic, TypeVar
+from typing import TypeVar
 
-import orjson
 import xxhash
 
 Value = TypeVar("Value")
@@ -90,52 +88,3 @@ class Recent(OrderedDict[bytes, tuple[bytes, Value]]):
     def forget(self, owner: bytes) -> None:
         for name in [name for name, (other, _) in self.items() if other == owner]:
             self.drop(name)
-
-
-class KeptAnswers(Generic[Value]):
-    """A value for each answer, found by the tenant's salt and the answer's id.
-
-    Values are dataclasses whose fields are JSON. `make` takes the fields, and raises ValueError or
-    TypeError for those that another version wrote. `what` is part of the names.
-    """
-
-    def __init__(
-        self, what: str, make: Callable[..., Value], max_bytes: int, kept: KeptBodies
-    ) -> None:
-        self._what = what
-        self._make = make
-        self._recent = Recent[bytes](max_bytes, len)
-        self._kept = kept
-
-    @property
-    def num_bytes(self) -> int:
-        return self._recent.weight
-
-    def put(self, salt: bytes, answer_id: str, value: Any) -> None:
-        body = orjson.dumps([getattr(value, each.name) for each in fields(value)])
-        name, owner = self._name(salt, answer_id), owner_of(salt)
-        self._recent.put(name, owner, body)
-        self._kept.write(name, owner, body)
-
-    async def get(self, salt: bytes, answer_id: str) -> Value | None:
-        name = self._name(salt, answer_id)
-        body = self._recent.find(name)
-        if body is None and (body := await self._kept.read(name)) is not None:
-            self._recent.put(name, owner_of(salt), body)
-        try:
-            return self._make(*orjson.loads(body)) if body is not None else None
-        except (ValueError, TypeError):
-            return None
-
-    def delete(self, salt: bytes, answer_id: str) -> None:
-        name = self._name(salt, answer_id)
-        self._recent.drop(name)
-        self._kept.delete(name)
-
-    def forget(self, owner: bytes) -> None:
-        """Find no value of one owner any more, here or on disk."""
-        self._recent.forget(owner)
-        self._kept.forget(owner)
-
-    def _name(self, salt: bytes, answer_id: str) -> bytes:
-        return xxhash.xxh3_128_digest(f"{self._what}\0".encode() + salt + answer_id.encode())

@@ -10,8 +10,7 @@ from api.collaborators import Collaborators
 from api.context import Arrival, request_context
 from api.errors import ApiError
 from api.headers import ClientNames, names_of
-from api.job import Comparison, Delta, Job, Keep, Session, Turn
-from api.requests.fingerprints import Fingerprint, compare, fingerprint_of
+from api.job import Delta, Job, Keep, Session, Turn
 from api.requests.turns import TurnReplay, common_length, turn_of
 from api.routes.prompts import ChatPrompt, chat_prompt, encode_chat, ends_thinking
 from api.served_model import ServedModel, find_model
@@ -36,10 +35,6 @@ class Chat:
     job: Job
     new_reply: Callable[[], Reply]
     prompt: ChatPrompt
-
-    def fingerprint(self) -> Fingerprint:
-        prompt = self.prompt
-        return fingerprint_of(self.job, prompt.messages, prompt.offered_tools, prompt.arguments)
 
 
 async def chat_of(
@@ -111,16 +106,6 @@ async def chat_of(
         else wire.records.conversations.divergence(turn, tokens, model.tokenizer),
     )
     return Chat(job, new_reply, prompt)
-
-
-async def compared(
-    wire: Collaborators, tenant: str, chat: Chat, answer_id: str | None
-) -> Comparison | None:
-    """Where the chat's prompt diverges from that of an earlier answer; None if none is known."""
-    if answer_id is None:
-        return None
-    old = await wire.records.fingerprints.get(wire.access.salts.of_tenant(tenant), answer_id)
-    return compare(old, chat.fingerprint(), chat.job) if old is not None else None
 
 
 def _session(name: str, names: ClientNames, body: ChatBody) -> Session:

@@ -9,15 +9,14 @@ from starlette.responses import Response
 from api.admission import deliver
 from api.collaborators import Collaborators
 from api.context import arrive, authorised, received, wire_of
-from api.errors import ResponseNotFound
+from api.errors import NotServed, ResponseNotFound
 from api.relay.protocol import RESPONSES
 from api.requests.responses import KeptResponse
-from api.routes.conversation import Chat, chat_of, compared
+from api.routes.conversation import Chat, chat_of
 from api.routes.prompts import encoded_chat
 from api.routes.relayed import relayed
 from api.served_model import find_model
 from api.shapes.body import parse
-from api.shapes.breakpoints import CacheOptions
 from api.shapes.fields import ignored_names
 from api.shapes.responses import InputBody, ResponsesBody
 from api.shapes.responses_format import ResponsesFormat
@@ -44,9 +43,7 @@ async def responses(request: Request) -> Response:
     replays = body.previous_response_id is not None
     chat = await chat_of(arrival, asked, replays=replays, limit="max_output_tokens")
     keep = partial(_keep, wire, tenant, body, history, chat)
-    options = body.prompt_cache_options or CacheOptions()
-    found = await compared(wire, tenant, chat, options.comparison_response_id)
-    wire_format = ResponsesFormat(chat.job, chat.new_reply(), body, keep, found)
+    wire_format = ResponsesFormat(chat.job, chat.new_reply(), body, keep)
     return await deliver(arrival, chat.job, asked.extension, wire_format)
 
 
@@ -67,13 +64,10 @@ async def show_response(request: Request, name: str) -> dict[str, Any]:
     return (await _found(wire_of(request), principal.tenant, name)).response
 
 
-@router.get("/v1/responses/{name}/input_items")
-async def show_items(request: Request, name: str) -> dict[str, Any]:
-    """The input items of a response, oldest first."""
-    principal = await authorised(request)
-    items = list((await _found(wire_of(request), principal.tenant, name)).items)
-    ends = {"first_id": None, "last_id": None, "has_more": False}
-    return {"object": "list", "data": items, **ends}
+@router.get("/v1/responses/{name}/input_items", include_in_schema=False)
+async def show_items(request: Request, name: str) -> None:
+    await authorised(request)
+    raise NotServed("The input of a response is not listed; keep what you sent.")
 
 
 @router.delete("/v1/responses/{name}")
@@ -83,7 +77,6 @@ async def delete_response(request: Request, name: str) -> dict[str, Any]:
     await _found(wire, principal.tenant, name)
     salt = wire.access.salts.of_tenant(principal.tenant)
     wire.records.responses.delete(salt, name)
-    wire.records.fingerprints.delete(salt, name)
     return {"id": name, "object": "response", "deleted": True}
 
 
@@ -117,15 +110,11 @@ def _keep(
     response: dict[str, Any],
     answer: dict[str, Any],
 ) -> None:
-    """Keeps the prompt's fingerprint and, unless `store` is false, the response. Nothing if the
-    tenant was purged meanwhile."""
+    """Keeps the response, unless `store` is false or the tenant was purged meanwhile."""
     salt = wire.access.salts.of_tenant(tenant)
-    if wire.records.purges.reach(salt, chat.job.arrival_ns):
-        return
-    wire.records.fingerprints.put(salt, response["id"], chat.fingerprint())
-    if body.store is False:
+    if body.store is False or wire.records.purges.reach(salt, chat.job.arrival_ns):
         return
     said = {name: value for name, value in answer.items() if value is not None}
     messages = with_answer([*history, *body.messages()], {"content": "", **said})
-    kept = KeptResponse(response, body.stored_items(), messages)
+    kept = KeptResponse(response, messages)
     wire.records.responses.put(salt, response["id"], kept)

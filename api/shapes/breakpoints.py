@@ -5,9 +5,9 @@ request. `api.requests.retention` keeps it.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Final, Literal, Self
+from typing import Any, Final, Literal, Self
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, field_validator, model_validator
 
 from api.shapes.body import Body
 
@@ -19,7 +19,6 @@ TTL_S: Final[Mapping[str, float]] = {
     "12h": 43_200.0,
     "24h": 86_400.0,
 }
-NAME_MAX: Final = 256  # characters of an answer's id
 WRITES_MOST: Final = 4  # breakpoints of one request that are kept, as at OpenAI and Anthropic
 
 
@@ -54,8 +53,14 @@ class CacheOptions(Body):
 
     mode: Literal["implicit", "explicit"] | None = None
     ttl: Ttl | None = None
-    comparison_response_id: Annotated[str, Field(max_length=NAME_MAX)] | None = None  # Responses
+    comparison_response_id: None = None  # refused
     prewarm: Literal[False] | None = None  # a cache by name does that
+
+    @field_validator("comparison_response_id", mode="before")
+    @classmethod
+    def _compares_nothing(cls, name: object) -> None:
+        if name is not None:
+            raise ValueError("not served: GET /v1/cache/requests/ID says why a prompt missed")
 
     @property
     def for_s(self) -> float:

@@ -136,6 +136,7 @@ IGNORED_RESPONSES: Final[Mapping[str, str]] = {
 IGNORED_MESSAGES: Final[Mapping[str, str]] = {
     "betas": "the header's betas are not needed",
     "billing_policy": "the rate card decides the price",
+    "diagnostics": "GET /v1/cache/requests/ID says why a prompt missed",
     "fallback_credit_token": "there is no fallback to credit",
     "speed": _NO_EFFECT,
     "user_profile_id": "no profile is kept",

@@ -9,7 +9,7 @@ from api.errors import InvalidRequest, Unsupported
 from api.served_model import ServedModel
 from api.shapes.blocks import ContentReader
 from api.shapes.body import MESSAGES_MAX, Body, Items
-from api.shapes.breakpoints import NAME_MAX, CacheControl
+from api.shapes.breakpoints import CacheControl
 from api.shapes.fields import MESSAGES, ignored_names, refuse_unserved
 from api.shapes.message import text_only
 from api.shapes.schemas import ChatBody, Extension, Salt
@@ -58,10 +58,6 @@ class AnthropicChoice(Body):
 
 class Metadata(Body):
     user_id: str | None = None
-
-
-class Diagnostics(Body):
-    previous_message_id: Annotated[str, Field(max_length=NAME_MAX)] | None = None
 
 
 class OutputConfig(Body):
@@ -175,7 +171,6 @@ class MessagesBody(CountBody):
     top_k: Annotated[int, Field(ge=-1, le=MAX_COUNT)] | None = None
     metadata: Metadata | None = None
     service_tier: str | None = None
-    diagnostics: Diagnostics | None = None
     cache_salt: Salt | None = None
     cachesvc: Extension | None = None
 

@@ -1,13 +1,12 @@
 """An answer as an Anthropic message, whole or as events; and errors in Anthropic's shape."""
 
-from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any
 
 import orjson
 
 from api.errors import ErrorAnswer
 from api.headers import event
-from api.job import Asked, Bill, Comparison, Delta, Job, PromptPart, Served
+from api.job import Asked, Bill, Delta, Job, Served
 from api.shapes.answer import ItemsFormat
 from api.shapes.reply import Reply
 from api.shapes.usage import hit_classes, vendor_block, write_classes
@@ -40,26 +39,6 @@ def anthropic_error(answer: ErrorAnswer) -> dict[str, Any]:
     return {"type": "error", "error": error, **answer.extra}
 
 
-_CHANGES: Final = {
-    PromptPart.MODEL: "model_changed",
-    PromptPart.SYSTEM: "system_changed",
-    PromptPart.TOOLS: "tools_changed",
-    PromptPart.MESSAGES: "messages_changed",
-}
-
-
-def anthropic_diagnostics(previous: str | None, found: Comparison | None) -> dict[str, Any] | None:
-    """Why the prompt does not go on from the message `previous`; None if it does."""
-    if previous is None or (found is not None and found.continues):
-        return None
-    if found is None:
-        return {"cache_miss_reason": {"type": "previous_message_not_found"}}
-    if found.changed not in _CHANGES:
-        return {"cache_miss_reason": {"type": "unavailable"}}
-    changed, missed = _CHANGES[found.changed], found.missed_tokens
-    return {"cache_miss_reason": {"type": changed, "cache_missed_input_tokens": missed}}
-
-
 def anthropic_usage(usage: Usage, service_tier: str = "") -> dict[str, Any]:
     """Usage in Anthropic's classes: cache read, cache written and other input sum to the prompt."""
     written = usage.written
@@ -79,19 +58,10 @@ def anthropic_usage(usage: Usage, service_tier: str = "") -> dict[str, Any]:
 
 
 class MessagesFormat(ItemsFormat):
-    """One message. `keep` takes its id when it is answered."""
+    """One message."""
 
-    def __init__(
-        self,
-        job: Job,
-        reply: Reply,
-        *,
-        diagnostics: Mapping[str, Any] | None = None,
-        keep: Callable[[str], None] | None = None,
-    ) -> None:
+    def __init__(self, job: Job, reply: Reply) -> None:
         super().__init__(job, reply)
-        self._diagnostics = diagnostics
-        self._keep = keep
         self._num_blocks = 0  # opened so far
         self._field = ""  # of the open block's deltas, which are of type <field>_delta
 
@@ -102,7 +72,6 @@ class MessagesFormat(ItemsFormat):
         return _event({"type": "message_start", "message": message})
 
     def closing(self, served: Served, bill: Bill, asked: Asked) -> bytes:
-        self._answered()
         reason = {"stop_reason": self._reason(), "stop_sequence": self._reply.stop}
         ended = {
             "type": "message_delta",
@@ -130,7 +99,6 @@ class MessagesFormat(ItemsFormat):
         for call in reply.calls:
             given = _read(call.written)
             content.append({"type": "tool_use", "id": call.id, "name": call.name, "input": given})
-        self._answered()
         message = self._message(
             content, self._reason(), anthropic_usage(bill.usage, bill.service_tier)
         )
@@ -148,12 +116,7 @@ class MessagesFormat(ItemsFormat):
             "stop_reason": reason,
             "stop_sequence": self._reply.stop,
             "usage": usage,
-            "diagnostics": self._diagnostics,
         }
-
-    def _answered(self) -> None:
-        if self._keep is not None:
-            self._keep(f"msg_{self._job.request_id}")
 
     def _reason(self) -> str | None:
         reply = self._reply

@@ -29,9 +29,6 @@ _SAME_FIELDS = (  # of a response and a chat
     *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "cache_salt"),
 )
 # What is stored and shown again: other fields cost no tokens, so they would be free storage.
-_SHORT_FIELDS = ("id", "type", "status", "role", "call_id", "name", "namespace")  # of an item
-_TEXT_FIELDS = ("arguments", "content", "output", "summary")
-_PART_FIELDS = ("type", "text", "refusal")
 _TOOL_FIELDS = ("type", "name", "description", "parameters", "strict")
 _FORMAT_FIELDS = ("type", "name", "description", "schema", "strict")
 
@@ -92,12 +89,6 @@ class InputBody(Body):
         if isinstance(self.input, str):
             return [{"role": "user", "content": self.input}] if self.input else []
         return _merged(_messages(self.input))
-
-    def stored_items(self) -> list[Plain]:
-        """The input as items, with the fields that this server knows."""
-        if isinstance(self.input, str):
-            return [{"type": "message", "role": "user", "content": self.input}]
-        return [_stored(item.model_dump(exclude_none=True)) for item in self.input]
 
     def shown_tools(self) -> list[Plain]:
         return [_shown_tool(tool) for tool in self.tools or []]
@@ -168,22 +159,6 @@ class ResponsesBody(InputBody):
 
 def _only(given: Plain, names: Sequence[str]) -> Plain:
     return {name: given[name] for name in names if name in given}
-
-
-def _stored(item: Plain) -> Plain:
-    """An item to store. The short fields are texts of OpenAI's bound; a longer one is left out."""
-    short = _only(item, _SHORT_FIELDS)
-    kept: Plain = {
-        name: value
-        for name, value in short.items()
-        if isinstance(value, str) and len(value) <= LABEL_MAX
-    }
-    for name, value in _only(item, _TEXT_FIELDS).items():
-        if isinstance(value, str):
-            kept[name] = value
-        elif isinstance(value, list):
-            kept[name] = [_only(part, _PART_FIELDS) for part in value if isinstance(part, dict)]
-    return kept
 
 
 def _shown_tool(tool: Plain) -> Plain:

@@ -3,11 +3,11 @@
 import time
 from collections.abc import Callable, Mapping
 from itertools import count
-from typing import Any, Final
+from typing import Any
 
 from api.errors import ErrorAnswer
 from api.headers import event
-from api.job import COMPARED_TOKENS, Asked, Bill, Comparison, Job, PromptPart, Served
+from api.job import Asked, Bill, Job, Served
 from api.shapes.answer import ItemsFormat
 from api.shapes.chat import message_of
 from api.shapes.reply import Reply
@@ -20,39 +20,8 @@ from engine.request import FinishReason
 Keep = Callable[[dict[str, Any], dict[str, Any]], None]  # takes a response and its message
 
 
-_CHANGES: Final = {
-    PromptPart.MODEL: "model_changed",
-    PromptPart.SYSTEM: "input_changed",
-    PromptPart.TOOLS: "tools_changed",
-    PromptPart.ARGUMENTS: "reasoning_effort_changed",
-    PromptPart.MESSAGES: "input_changed",
-}
-
-
-def openai_diagnostics(found: Comparison | None, usage: Usage) -> dict[str, Any]:
-    """How the prompt compares with an earlier response's.
-
-    A prompt that goes on from it and did not hit has diverged in no part of the request.
-    """
-    if found is None:
-        return {"type": "comparison_response_not_found"}
-    if found.continues and usage.hit >= found.common_tokens - COMPARED_TOKENS:
-        return {"type": "cache_hit"}
-    if found.continues or found.changed is None:
-        return {"type": "unavailable"}
-    return {
-        "type": "cache_miss",
-        "reason": _CHANGES[found.changed],
-        "cache_missed_tokens": found.missed_tokens,
-        "comparison_reusable_tokens": found.common_tokens,
-    }
-
-
 class ResponsesFormat(ItemsFormat):
-    """One response. `keep` takes it when it is answered.
-
-    `found` compares its prompt with that of the response that the request names.
-    """
+    """One response. `keep` takes it when it is answered."""
 
     def __init__(
         self,
@@ -60,7 +29,6 @@ class ResponsesFormat(ItemsFormat):
         reply: Reply,
         body: ResponsesBody,
         keep: Keep,
-        found: Comparison | None = None,
     ) -> None:
         super().__init__(job, reply)
         self._keep = keep
@@ -69,8 +37,6 @@ class ResponsesFormat(ItemsFormat):
         self._numbers = count()
         self._namespaces = body.namespaces
         self._head = _head(job, body)
-        self._compares = _compared_with(body) is not None
-        self._found = found
 
     def opening(self, usage: Usage) -> bytes:
         begun = self._response("in_progress", None)
@@ -95,8 +61,6 @@ class ResponsesFormat(ItemsFormat):
         cut = self._reply.finish is FinishReason.LENGTH
         response = self._response("incomplete" if cut else "completed", bill.usage)
         response |= tier_answered(self._job, bill)
-        if self._compares:
-            response["prompt_cache_diagnostics"] = openai_diagnostics(self._found, bill.usage)
         if cut:
             response["incomplete_details"] = {"reason": "max_output_tokens"}
         self._keep(dict(response), message_of(self._reply))
@@ -213,12 +177,5 @@ def _cache_options(body: ResponsesBody) -> dict[str, Any]:
     options = body.prompt_cache_options
     if options is None:
         return {}
-    shown: dict[str, Any] = {"mode": options.mode or "implicit", "ttl": options.ttl or "30m"}
-    if options.comparison_response_id is not None:
-        shown["comparison_response_id"] = options.comparison_response_id
+    shown = {"mode": options.mode or "implicit", "ttl": options.ttl or "30m"}
     return {"prompt_cache_options": shown}
-
-
-def _compared_with(body: ResponsesBody) -> str | None:
-    options = body.prompt_cache_options
-    return options.comparison_response_id if options is not None else None

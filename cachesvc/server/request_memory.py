@@ -1,4 +1,4 @@
-"""What the server remembers of requests: the journal, turns, stored responses and fingerprints.
+"""What the server remembers of requests: the journal, turns and stored responses.
 
 What survives a restart is in the state file. Event loop only, but for `start` and `close`.
 """
@@ -8,7 +8,6 @@ import asyncio
 from api.access.auth import Salts
 from api.collaborators import Records
 from api.journal.journal import Journal, JournalSettings, RequestRecord
-from api.requests.fingerprints import Fingerprints
 from api.requests.kept import owner_of
 from api.requests.responses import StoredResponses
 from api.requests.turns import Conversations
@@ -36,7 +35,6 @@ class RequestMemory:
             journal=Journal(journal, on_end=self._on_end),
             conversations=Conversations(kept=self._turns),
             responses=StoredResponses(kept=self._turns),
-            fingerprints=Fingerprints(self._turns),
         )
         self.records.journal.restore(self.remembered.records())
 
@@ -54,7 +52,7 @@ class RequestMemory:
         """Removes a purged owner's conversations together with its blocks. Raises PurgeFailed."""
         owner, records = owner_of(salt_of(self._salts, name, kind)), self.records
         records.purges.note(owner)
-        for each in (records.responses, records.fingerprints, records.conversations):
+        for each in (records.responses, records.conversations):
             each.forget(owner)
         await asyncio.to_thread(forget_stored, self._data_dir, owner)
 

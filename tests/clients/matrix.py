@@ -19,7 +19,7 @@ FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results.json"
 PROTOCOLS = {"chat": "chat completions", "responses": "Responses", "messages": "Messages"}
 ALL = "answer stream tools structured"
-DIAGNOSED = f"{ALL} limit diagnostics"
+LIMITED = f"{ALL} limit"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +50,8 @@ class Program:
 
 
 PROGRAMS = {
-    "openai": Program(
-        "openai_sdk.py", "frameworks", {"chat": f"{ALL} limit", "responses": DIAGNOSED}
-    ),
-    "anthropic": Program("anthropic_sdk.py", "frameworks", {"messages": f"{DIAGNOSED} cache"}),
+    "openai": Program("openai_sdk.py", "frameworks", {"chat": LIMITED, "responses": LIMITED}),
+    "anthropic": Program("anthropic_sdk.py", "frameworks", {"messages": f"{LIMITED} cache"}),
     "langchain-openai": Program(
         "langchain_chat.py",
         "frameworks",
@@ -79,7 +77,7 @@ PROGRAMS = {
         "litellm",
         {
             "chat": f"{ALL} usage limit",
-            "responses": "answer usage limit diagnostics",
+            "responses": "answer usage limit",
             "messages": "answer limit",
         },
     ),

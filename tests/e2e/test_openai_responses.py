@@ -73,8 +73,6 @@ def test_what_is_stored_can_be_asked_for_and_deleted(server, client):
     server.house.engine.script = Script(answer="hello")
     kept = client.responses.create(model="bytes", input="hi")
     assert kept.output_text == client.responses.retrieve(kept.id).output_text
-    [item] = client.responses.input_items.list(kept.id).data
-    assert "hi" == item.content
     client.responses.delete(kept.id)
     with pytest.raises(openai.NotFoundError, match="not stored"):
         client.responses.retrieve(kept.id)

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from api.job import Transcript
-from api.requests.fingerprints import Fingerprint, Fingerprints
 from api.requests.kept import owner_of
 from api.requests.responses import KeptResponse, StoredResponses
 from api.requests.turns import Conversations, turn_of
@@ -24,7 +23,6 @@ from tiers.blocks.keys import CacheScope
 
 OWNER, OTHER = owner_of(b"a"), owner_of(b"b")
 TURN = [{"role": "user", "content": "hi"}]
-PARTS = {"model": "m", "system": "s", "tools": "t", "arguments": "a"}
 ANSWERED = [*TURN, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "and?"}]
 
 
@@ -144,24 +142,18 @@ async def test_one_tenant_does_not_take_the_place_of_the_others(tmp_path, bound)
 async def test_a_purge_forgets_what_its_owner_said_and_nobody_else(tmp_path):
     turns = opened(tmp_path)
     conversations, responses = Conversations(10_000, turns), StoredResponses(kept=turns)
-    printed, fingerprints = Fingerprint(PARTS, ["m"], 64, ["b"]), Fingerprints(turns)
     scopes = {salt: CacheScope(tenant=salt) for salt in (b"a", b"b")}
     for salt, scope in scopes.items():
-        responses.put(salt, "r", KeptResponse({"id": "r"}, [], []))
-        fingerprints.put(salt, "r", printed)
+        responses.put(salt, "r", KeptResponse({"id": "r"}, []))
         said = [Transcript("yes", tuple(b"yes"))]
         conversations.remember(turn_of(scope, TURN), array("i", list(b"hi")), said, ByteTokenizer())
-    for each in (responses, fingerprints, conversations):
+    for each in (responses, conversations):
         each.forget(OWNER)
     forget_stored(tmp_path, OWNER)
-    assert await fingerprints.get(b"a", "r") is None
     turns.close()
     turns = opened(tmp_path)
     conversations, responses = Conversations(10_000, turns), StoredResponses(kept=turns)
     found = {}
-    fingerprints = Fingerprints(turns)
-    assert await fingerprints.get(b"a", "r") is None
-    assert printed == await fingerprints.get(b"b", "r")
     for salt, scope in scopes.items():
         turn = turn_of(scope, ANSWERED)
         await conversations.recall(turn)
@@ -204,7 +196,7 @@ async def test_what_is_forgotten_while_it_is_read_does_not_come_back(tmp_path, m
     first, turn = (turn_of(CacheScope(tenant=b"a"), each) for each in (TURN, ANSWERED))
     said = [Transcript("yes", tuple(b"yes"))]
     conversations.remember(first, array("i", list(b"hi")), said, ByteTokenizer())
-    responses.put(b"a", "r", KeptResponse({"id": "r"}, [], []))
+    responses.put(b"a", "r", KeptResponse({"id": "r"}, []))
     turns.close()
     turns = opened(tmp_path)
     conversations, responses = Conversations(10_000, turns), StoredResponses(kept=turns)

@@ -92,23 +92,5 @@ def messages_limit():
     raise AssertionError("it was not refused")
 
 
-@cell
-def messages_diagnostics():
-    asked = {"model": MODEL, "max_tokens": 4, "messages": ASKED}
-    first = client.messages.create(system=RULES, diagnostics={"previous_message_id": None}, **asked)
-    named = {"previous_message_id": first.id}
-    assert first.diagnostics is None
-    same = client.messages.create(system=RULES, diagnostics=named, **asked)
-    assert same.diagnostics is None and same.usage.cache_read_input_tokens > 0
-    changed = f"Today is Monday. {RULES}"
-    with client.messages.stream(system=changed, diagnostics=named, **asked) as stream:
-        reason = stream.get_final_message().diagnostics.cache_miss_reason
-    assert reason.type == "system_changed" and reason.cache_missed_input_tokens > 300
-    unknown = {"previous_message_id": "msg_none"}
-    other = client.messages.create(system=RULES, diagnostics=unknown, **asked).diagnostics
-    assert other.cache_miss_reason.type == "previous_message_not_found"
-    return f"{reason.type}, {reason.cache_missed_input_tokens} tokens missed"
-
-
 if __name__ == "__main__":
     main("anthropic")

@@ -7,7 +7,6 @@ os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # fetches nothing
 
 import litellm
 from cells import ASKED, MODEL, QUESTION, SCHEMA, SPENT, TOOL, URL, cell, main, rules
-from litellm.responses.utils import ResponsesAPIRequestUtils
 
 litellm.suppress_debug_info = True
 TO = {"model": f"openai/{MODEL}", "api_base": f"{URL}/v1", "api_key": "any", "timeout": 300}
@@ -109,19 +108,6 @@ def responses_usage():
     assert first.cache_write_tokens >= 64 and second.cache_write_tokens == 0
     assert second.cached_tokens == usage.input_tokens - 1
     return f"{first.cache_write_tokens} tokens written, then {second.cached_tokens} read"
-
-
-@cell
-def responses_diagnostics():
-    asked = {"instructions": rules(), "temperature": 0, "max_output_tokens": 8}
-    first = litellm.responses(input=QUESTION, **asked, **TO)
-    # litellm wraps a response's id, and unwraps only `previous_response_id` by itself.
-    own = ResponsesAPIRequestUtils.decode_previous_response_id_to_original_previous_response_id
-    named = {"prompt_cache_options": {"comparison_response_id": own(first.id)}}
-    other = litellm.responses(input="Name a river.", extra_body=named, **asked, **TO)
-    found = other.prompt_cache_diagnostics
-    assert (found["type"], found["reason"]) == ("cache_miss", "input_changed")
-    return f"{found['reason']} after {found['comparison_reusable_tokens']} tokens"
 
 
 @cell

@@ -131,28 +131,5 @@ def responses_structured():
     return answer.output_text
 
 
-@cell
-def responses_diagnostics():
-    rules = " ".join(f"Rule {number}: be brief about it." for number in range(40))
-    asked = {"instructions": rules, "max_output_tokens": 16, **GREEDY}
-    first = client.responses.create(input=QUESTION, **asked)
-    named = {"comparison_response_id": first.id}
-    same = client.responses.create(input=QUESTION, prompt_cache_options=named, **asked)
-    assert same.prompt_cache_diagnostics.type == "cache_hit"
-    other = client.responses.create(
-        input="Name a river.", prompt_cache_options=named, **asked
-    ).prompt_cache_diagnostics
-    assert (other.type, other.reason) == ("cache_miss", "input_changed")
-    assert other.comparison_reusable_tokens >= 256
-    tools = client.responses.create(
-        input=QUESTION, tools=[FLAT_TOOL], prompt_cache_options=named, **asked
-    ).prompt_cache_diagnostics
-    assert tools.reason == "tools_changed"
-    unknown = {"comparison_response_id": "resp_none"}
-    none = client.responses.create(input=QUESTION, prompt_cache_options=unknown, **asked)
-    assert none.prompt_cache_diagnostics.type == "comparison_response_not_found"
-    return f"{other.reason} after {other.comparison_reusable_tokens} tokens; {tools.reason}"
-
-
 if __name__ == "__main__":
     main("openai")
