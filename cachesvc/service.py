@@ -33,12 +33,11 @@ from api.requests.retention import Retention
 from api.served_model import ServedModel
 from cachesvc.config.places import disk_path
 from cachesvc.config.settings import Settings
+from cachesvc.operator.lookups import CacheSurvey
 from cachesvc.operator.operator import CacheOperator
-from cachesvc.operator.publisher import BlockPublisher
 from cachesvc.operator.quotas import QuotaBook
 from cachesvc.operator.scopes import note_scopes, payers
 from cachesvc.operator.storage_meter import StorageMeter
-from cachesvc.operator.survey import CacheSurvey
 from cachesvc.server.backend import Backend, MakeBackend
 from cachesvc.server.connection import http_config
 from cachesvc.server.dashboard import Dashboard
@@ -191,16 +190,16 @@ class Service:
     def _engine_parts(self, serving: Serving, meter: LedgerMeter) -> EngineParts:
         core, bounds = serving.core, self._settings.engine
         engine, block_size = core.engine, core.layout.block_size
-        is_main = serving is self.main
+        operator = self._operator if serving is self.main else self._operator_of(core, None)
         survey = CacheSurvey(core.blocks, block_size) if core.blocks else None
         return EngineParts(
             engine=engine,
             models=serving.models,
             grammars=core.grammars,
             queue=QueueBound(engine, max_wait_s=bounds.max_wait, max_in_flight=bounds.max_waiting),
-            retention=Retention(self._operator if is_main else self._operator_of(core, None)),
+            retention=Retention(operator),
             quotes=Quotes(engine, meter, survey),
-            publisher=BlockPublisher(engine.call, block_size) if core.is_shared else None,
+            publisher=operator if core.is_shared else None,
         )
 
     async def _serve(self, http: HttpServer, listener: socket.socket) -> None:

@@ -13,7 +13,7 @@ PUBLISHED: Final = "X-Cachesvc-Published-Tokens"
 
 
 class Publisher(Protocol):
-    """See `cachesvc.operator.publisher`."""
+    """See `cachesvc.operator.operator`."""
 
     async def publish(self, job: Job) -> int:
         """How many leading tokens of the first prompt any server can load from now on."""

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from api.cache.explorer import BlockCaller, Caller, in_process
 from api.errors import CacheNotKept, CacheNotPaid
-from api.job import Kept
+from api.job import Job, Kept
 from billing.reports.receipts import ReceiptSigner
 from cachesvc.operator.purge import (
     keep_receipt,
@@ -37,13 +37,16 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
+LOOK_S = 0.01  # between two checks whether the disk has the blocks to publish
+PUBLISH_S = 10.0  # after that the rest is left to be computed
+
 
 class UnpaidPin(PinError):
     """A pin whose first hour is not covered by the balance."""
 
 
 class CacheOperator:
-    """Pins, evictions and purges on one engine: a `CacheAdmin` and a `TenantPins`."""
+    """What is asked of one engine's cache: a `CacheAdmin`, a `TenantPins` and a `Publisher`."""
 
     def __init__(
         self,
@@ -122,6 +125,25 @@ class CacheOperator:
         begun = await asyncio.wrap_future(evict(lambda cache: cache.evict(keys)))
         removed = await asyncio.wrap_future(begun)
         return {str(tier): count for tier, count in removed.items()}
+
+    async def publish(self, job: Job) -> int:
+        """Sends a prompt's blocks to the store that servers share, and waits until they are there.
+
+        The engine thread passes the work to the disk's writer and the remote tier's sender.
+        """
+        chain = job.chain(0, self.block_size)
+        give_up = time.monotonic() + PUBLISH_S
+        while time.monotonic() < give_up:
+            sending = await self._call(lambda cache: cache.publish(chain))
+            if sending is not None:
+                left_s = max(0.0, give_up - time.monotonic())
+                try:
+                    num_blocks = await asyncio.wait_for(asyncio.wrap_future(sending), left_s)
+                except TimeoutError:
+                    return 0
+                return num_blocks * self.block_size
+            await asyncio.sleep(LOOK_S)
+        return 0
 
     async def purge(self, kind: str, name: str, *, by: str, why: str) -> dict[str, Any]:
         """Purges a tenant or group from every tier. Returns the signed receipt, also stored as a

@@ -20,7 +20,7 @@ from cachesvc.observability.alerts import Alerts
 from cachesvc.observability.history import History
 from cachesvc.observability.names import HIT_RATE, PROMPT_TOKENS
 from cachesvc.observability.snapshot import snapshot
-from cachesvc.operator.block_reader import read_blocks
+from cachesvc.operator.lookups import read_blocks
 from cachesvc.operator.operator import CacheOperator
 from cachesvc.server.backend import Backend
 from cachesvc.server.money import Money, limit_settings

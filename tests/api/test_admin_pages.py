@@ -20,7 +20,7 @@ from api.journal.journal import Journal, JournalSettings
 from billing.keys import Principal
 from billing.money import UNITS
 from billing.reports.receipts import ReceiptSigner
-from cachesvc.operator.block_reader import read_blocks
+from cachesvc.operator.lookups import read_blocks
 from cachesvc.operator.operator import CacheOperator
 from tests.api import test_money_routes
 from tests.support.admin import OPERATOR_TOKEN, RecordingTrail, admin_client, called, fake_parts

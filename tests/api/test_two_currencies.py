@@ -13,7 +13,7 @@ import pytest
 from billing.operations.books import OpenBooks
 from billing.prices.cards import parse_card
 from billing.proof.prover import Prover
-from cachesvc.operator.block_reader import read_blocks
+from cachesvc.operator.lookups import read_blocks
 from tests.api.bank import CHAT, HELLO, Bank
 from tests.api.conftest import quiet, running
 from tests.api.test_admin_pages import HTML, Cache

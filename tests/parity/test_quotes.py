@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from api.job import Job
-from cachesvc.operator.survey import CacheSurvey
+from cachesvc.operator.lookups import CacheSurvey
 from engine.request import SamplingParams
 from tests.parity.test_engine_tiers import prompts_over
 from tests.support.house import BLOCK, House

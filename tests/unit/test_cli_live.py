@@ -21,7 +21,7 @@ from billing.store.opening import database_url
 from cachesvc.cli import app
 from cachesvc.cli.cache.tree import tree_lines
 from cachesvc.config.places import disk_path
-from cachesvc.operator.block_reader import read_blocks
+from cachesvc.operator.lookups import read_blocks
 from cachesvc.operator.scopes import note_scopes, roots_of
 from cachesvc.operator.secret import read_secret
 from tests.running_server import Running

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from cachesvc.config.sections import EventsSection
+from cachesvc.config.sections import CacheSection, EventsSection
 from cachesvc.server.vllm import node as vllm_node
 from tests.unit.test_node_operations import below, settled
 from tests.unit.test_node_socket import joined, prompt, serving, write
@@ -63,7 +63,7 @@ def test_a_node_that_the_server_starts_publishes_what_the_servers_setting_says(
     monkeypatch.setattr(vllm_node.subprocess, "Popen", start)
     events = EventsSection(zmq=zmq).publisher
     with pytest.raises(Started) as started:
-        vllm_node.ensure_node(tmp_path / "s", host_bytes=1, events=events)
+        vllm_node.ensure_node(tmp_path / "s", CacheSection(), tmp_path, events)
     command = started.value.args[0]
     if expected is None:
         assert "--events" not in command

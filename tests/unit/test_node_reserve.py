@@ -6,6 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cachesvc.cli import app
+from cachesvc.config.sections import CacheSection
 from cachesvc.server.vllm import node as vllm_node
 from tiers.blocks.layout import BlockLayout
 from tiers.node.below import open_below
@@ -33,14 +34,9 @@ def test_a_server_over_vllm_hands_its_reserve_to_its_node(tmp_path, monkeypatch)
         raise Started(command)
 
     monkeypatch.setattr(vllm_node.subprocess, "Popen", start)
+    cache = CacheSection(host_bytes=MIB, disk_bytes=8 * MIB, disk_reserve_bytes=7)
     with pytest.raises(Started) as started:
-        vllm_node.ensure_node(
-            tmp_path / "s",
-            host_bytes=MIB,
-            disk_dir=tmp_path,
-            disk_bytes=8 * MIB,
-            disk_reserve_bytes=7,
-        )
+        vllm_node.ensure_node(tmp_path / "s", cache, tmp_path)
     command = started.value.args[0]
     assert "7" == command[command.index("--disk-reserve") + 1]
 

@@ -2,12 +2,11 @@
 
 import asyncio
 import logging
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 import orjson
 
@@ -52,26 +51,13 @@ class NoTokens:
     chat_template = None
     special_token_ids: frozenset[int] = frozenset()
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> NoReturn:
-        self._refuse()
-
-    def decode(self, ids: Sequence[int]) -> NoReturn:
-        self._refuse()
-
-    def render(self, messages: Sequence[Mapping[str, Any]], **more: Any) -> NoReturn:
-        self._refuse()
-
-    def token_bytes(self, token: int) -> NoReturn:
-        self._refuse()
-
-    def compile(self, source: object) -> NoReturn:
-        self._refuse()
-
-    def _refuse(self) -> NoReturn:
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
         raise Unsupported(
             "This model's requests pass to an endpoint that gives no tokens, so nothing can be "
             "tokenized, counted, quoted or kept here."
         )
+
+    encode = decode = render = token_bytes = compile = _refuse
 
 
 class RelayEngine:
@@ -81,7 +67,7 @@ class RelayEngine:
 
     def __init__(
         self,
-        operations: CacheOperations,
+        operations: NoBlocks,
         cache: CacheStats,
         on_outputs: Callable[[Sequence[StepOutput]], None],
         sites: Upstreams,
@@ -91,7 +77,6 @@ class RelayEngine:
         self._operations = operations
         self._cache = cache
         self._on_outputs = on_outputs
-        self._lock = threading.Lock()  # of the operations, which several threads ask for
         self._num_running = self._num_passed = self._num_prompt = 0
         self.max_tokens = max_tokens
 
@@ -121,8 +106,7 @@ class RelayEngine:
     def call(self, function: Callable[[CacheOperations], T]) -> "Future[T]":
         future: Future[T] = Future()
         try:
-            with self._lock:
-                future.set_result(function(self._operations))
+            future.set_result(function(self._operations))
         except Exception as error:  # noqa: BLE001 - handed to who asked
             future.set_exception(error)
         return future

@@ -14,9 +14,6 @@ RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # vLLM's; the least that holds ever
 
 @dataclass(frozen=True, slots=True)
 class VllmAdapter:
-    """One adapter. `number` is its id in vLLM for the life of the process."""
-
-    number: int
     folder: str
     digest: bytes
     rank: int
@@ -24,10 +21,7 @@ class VllmAdapter:
 
 def read_adapters(sources: Mapping[str, str]) -> dict[str, VllmAdapter]:
     """Adapters by name. Raises AdapterError for a folder that is not an adapter."""
-    return {
-        name: _read(name, Path(source).expanduser(), number)
-        for number, (name, source) in enumerate(sources.items(), 1)
-    }
+    return {name: _read(name, Path(source).expanduser()) for name, source in sources.items()}
 
 
 def max_rank(adapters: Mapping[str, VllmAdapter]) -> int:
@@ -36,7 +30,7 @@ def max_rank(adapters: Mapping[str, VllmAdapter]) -> int:
     return next((rank for rank in RANKS if rank >= most), most)
 
 
-def _read(name: str, folder: Path, number: int) -> VllmAdapter:
+def _read(name: str, folder: Path) -> VllmAdapter:
     try:
         rank = int(json.loads((folder / "adapter_config.json").read_text())["r"])
         digest = adapter_digest(str(folder))
@@ -44,4 +38,4 @@ def _read(name: str, folder: Path, number: int) -> VllmAdapter:
         raise AdapterError(
             f"adapter {name}: {folder} does not hold a LoRA adapter for vLLM: {error}"
         ) from None
-    return VllmAdapter(number, str(folder), digest, rank)
+    return VllmAdapter(str(folder), digest, rank)

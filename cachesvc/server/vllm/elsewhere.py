@@ -19,7 +19,6 @@ from cachesvc.config.errors import ConfigError
 from cachesvc.config.places import disk_path, models_path
 from cachesvc.config.settings import Settings
 from cachesvc.server.memory import of_vllm, warn_of_limit
-from cachesvc.server.remote import remote_settings
 from cachesvc.server.vllm.adapters import VllmAdapter, max_rank, read_adapters
 from cachesvc.server.vllm.arguments import flags_of, vllm_flags
 from cachesvc.server.vllm.child import VllmChild
@@ -201,23 +200,13 @@ def _node(settings: Settings) -> Path | None:
     """The socket of the engine's node; None to run without one. Says if its memory and vLLM's own
     cache will not fit this machine."""
     cache, data_dir = settings.cache, settings.server.data_dir
-    remote = remote_settings(cache)
     if not cache.host_bytes:
         if cache.disk_bytes:
             logger.warning("cache.host_bytes is 0, so no node runs, and no block is kept on disk")
         warn_of_limit(of_vllm(cache, 0, on_gpu=not _is_cpu()))
         return None
     socket = (settings.engine.node or data_dir / NODE_SOCKET).expanduser()
-    host_bytes = ensure_node(
-        socket,
-        host_bytes=cache.host_bytes,
-        disk_dir=disk_path(data_dir) / "node",
-        disk_bytes=cache.disk_bytes,
-        disk_reserve_bytes=cache.disk_reserve_bytes,
-        remote=remote,
-        quotas=cache.quotas,
-        events=settings.events.publisher,
-    )
+    host_bytes = ensure_node(socket, cache, disk_path(data_dir) / "node", settings.events.publisher)
     warn_of_limit(of_vllm(cache, host_bytes, on_gpu=not _is_cpu()))
     return socket
 

@@ -10,16 +10,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
-from cachesvc.config.sections import ZmqTable
+from cachesvc.config.sections import CacheSection, ZmqTable
 from cachesvc.config.vllm import node_environment
 from cachesvc.operator.quotas import labelled
+from cachesvc.server.remote import remote_settings
 from tiers.errors import ConfigurationError, NodeError
 from tiers.node.client import NodeClient
 from tiers.node.counters import NodeCounters
-from tiers.remote.settings import RemoteSettings
 
 logger = logging.getLogger(__name__)
 
@@ -30,39 +30,32 @@ _RUN = "import sys; from cachesvc.cli import main; sys.argv[0] = 'cachesvc'; mai
 
 
 def ensure_node(
-    socket: Path,
-    *,
-    host_bytes: int,
-    disk_dir: Path | None = None,
-    disk_bytes: int = 0,
-    disk_reserve_bytes: int | None = None,
-    remote: RemoteSettings | None = None,
-    quotas: Mapping[str, int] | None = None,
-    events: ZmqTable | None = None,
+    socket: Path, cache: CacheSection, disk_dir: Path, events: ZmqTable | None = None
 ) -> int:
-    """Ensures that a node serves `socket`. One that it starts publishes block events as `events`
-    say. Returns the bytes of its host memory: a running node has
-    its own. Raises ConfigurationError."""
-    quotas = quotas or {}
+    """Ensures that a node serves `socket`. One that it starts has the sizes, quotas and store of
+    `cache`, and publishes block events as `events` say.
+
+    Returns the bytes of its host memory: a running node has its own. Raises ConfigurationError, and
+    ConfigError for a store that cannot be.
+    """
+    remote = remote_settings(cache)
     if (found := _answer_of(socket)) is not None:
         logger.info(f"using the running node at {socket} with its own sizes")
-        if quotas and found.quotas != labelled(quotas):
+        if cache.quotas and found.quotas != labelled(cache.quotas):
             logger.warning(
                 f"the node at {socket} keeps its own quotas, not those of cache.quotas; restart it "
                 f"to change them: cachesvc node --stop --socket {socket}"
             )
         return found.host().capacity_bytes
+    arguments = ["node", "--socket", str(socket), "--host-cache", str(cache.host_bytes)]
+    if cache.disk_bytes:
+        arguments += [f"--disk-cache-dir={disk_dir}", "--disk-cache", str(cache.disk_bytes)]
+        if cache.disk_reserve_bytes is not None:
+            arguments += ["--disk-reserve", str(cache.disk_reserve_bytes)]
+    arguments += [f"--quota={name}={size}" for name, size in cache.quotas.items()]
+    if events is not None:
+        arguments += ["--events", events.model_dump_json()]
     log = socket.with_suffix(".log")
-    below = []
-    if disk_dir is not None and disk_bytes:
-        below = [f"--disk-cache-dir={disk_dir}"]
-        below += ["--disk-cache", str(disk_bytes)]
-        if disk_reserve_bytes is not None:
-            below += ["--disk-reserve", str(disk_reserve_bytes)]
-    shares = [f"--quota={name}={size}" for name, size in quotas.items()]
-    told = [] if events is None else ["--events", events.model_dump_json()]
-    arguments = ["node", "--socket", str(socket), "--host-cache", str(host_bytes)]
-    arguments += [*below, *shares, *told]
     socket.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as written:
         process = subprocess.Popen(
@@ -83,7 +76,7 @@ def ensure_node(
             )
         time.sleep(0.05)
     logger.info(f"a node was started at {socket} (process {process.pid}); it outlives this server")
-    return host_bytes
+    return cache.host_bytes
 
 
 def _answer_of(socket: Path) -> NodeCounters | None:

@@ -48,10 +48,9 @@ class NodePins:
         made: list[BlockLayout] = []
         try:
             for layout, keys in wanted.items():
-                pin = self._set(layout, name, prefix.root, keys, for_s, why, owner, num_tokens)
+                scope = self._scope(layout, prefix.root)
+                self._set(layout, name, scope, keys, for_s, why, owner, num_tokens)
                 made.append(layout)
-                if pin.num_tokens != num_tokens:
-                    raise PinError("the node is older than this server; restart it")
         except PinError:
             for layout in made:
                 self._restore(layout, name, before[layout])
@@ -103,36 +102,35 @@ class NodePins:
 
         return held
 
+    def _scope(self, layout: BlockLayout, root: PrefixKey) -> PrefixKey:
+        """The root of the first group of this layout on the first rank."""
+        groups = zip(self._parts.groups, self._parts.roots(root), strict=True)
+        return next(roots[0] for group, roots in groups if group.layout == layout)
+
     def _set(
         self,
         layout: BlockLayout,
         name: str,
-        root: PrefixKey,
+        scope: PrefixKey,
         keys: Sequence[PrefixKey],
         for_s: float,
         why: str,
         owner: str,
         num_tokens: int,
-    ) -> Pin[PrefixKey]:
-        groups = zip(self._parts.groups, self._parts.roots(root), strict=True)
-        scope = next(roots[0] for group, roots in groups if group.layout == layout)
-        hexed = [key.hex() for key in keys]
+    ) -> None:
         about = {"for_s": for_s, "why": why, "owner": owner, "num_tokens": num_tokens}
+        hexed = [key.hex() for key in keys]
         answer = self._ask(layout, "pin", name=name, scope=scope.hex(), keys=hexed, **about)
         if "refused" in answer:
             raise PinError(answer["refused"], answer["excess"])
-        return pin_of(answer["pin"])
 
     def _restore(self, layout: BlockLayout, name: str, old: Pin[PrefixKey] | None) -> None:
         """Put back what `name` pinned before."""
         if old is None:
             self._ask(layout, "unpin", name=name)
             return
-        now_s = self._ask(layout, "pins")["now_s"]
-        about = {"for_s": old.until_s - now_s, "why": old.why, "owner": old.owner}
-        keys = [key.hex() for key in old.keys]
-        about |= {"scope": old.scope.hex(), "keys": keys, "num_tokens": old.num_tokens}
-        self._ask(layout, "pin", name=name, **about)
+        for_s = old.until_s - self._ask(layout, "pins")["now_s"]
+        self._set(layout, name, old.scope, old.keys, for_s, old.why, old.owner, old.num_tokens)
 
     def _whole(self, pin: Pin[PrefixKey]) -> Pin[PrefixKey]:
         """The pin with its blocks of the first group on the first rank alone."""
