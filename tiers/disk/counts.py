@@ -1,14 +1,14 @@
 """The disk tier's counters, and its readers' pending updates for the next write, under one lock.
 
-Readers must not open a write transaction for a hit. So uses (for the order of eviction), unreadable
-records and the day's hits wait here, bounded, until one opens.
+Readers must not open a write transaction for a hit. So uses (for the order of eviction) and
+unreadable records wait here, bounded, until one opens.
 """
 
 import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
@@ -30,17 +30,14 @@ class Pending:
     used: dict[PrefixKey, int] = field(default_factory=dict)
     duplicated: dict[PrefixKey, int] = field(default_factory=dict)
     condemned: set[PrefixKey] = field(default_factory=set)
-    num_hits: int = 0
-    hit_bytes: int = 0
 
     def __bool__(self) -> bool:
-        return bool(self.used or self.duplicated or self.condemned or self.num_hits)
+        return bool(self.used or self.duplicated or self.condemned)
 
     def split(self, num_blocks: int) -> "Pending":
         """Takes out updates of at most `num_blocks`. These are the least recent uses, and the most
         recent of the duplicated blocks, so that several parts give the same order as one."""
-        part = Pending(num_hits=self.num_hits, hit_bytes=self.hit_bytes)
-        self.num_hits = self.hit_bytes = 0
+        part = Pending()
         while self.condemned and num_blocks > 0:
             part.condemned.add(self.condemned.pop())
             num_blocks -= 1
@@ -106,13 +103,6 @@ class DiskCounts:
         if not quiet:
             logger.warning(f"disk cache: {what} ({why}, {total} so far)")
 
-    def hit(self, number: int, keys: Sequence[PrefixKey], nbytes: int) -> None:
-        """Counts blocks of `nbytes` each that were served from shard `number`."""
-        with self._lock:
-            pending = self._pending[number]
-            pending.num_hits += len(keys)
-            pending.hit_bytes += len(keys) * nbytes
-
     def use(self, number: int, uses: Iterable[tuple[PrefixKey, int]], *, duplicated: bool) -> None:
         """Records uses of blocks in shard `number`, which move them in the order of eviction. The
         last is the most recent. If `duplicated`, they move to the old end."""
@@ -142,7 +132,4 @@ class DiskCounts:
     def give_back(self, number: int, pending: Pending) -> None:
         """After a failed transaction, keeps what must not be lost. The order of eviction may be."""
         with self._lock:
-            now = self._pending[number]
-            now.condemned |= pending.condemned
-            now.num_hits += pending.num_hits
-            now.hit_bytes += pending.hit_bytes
+            self._pending[number].condemned |= pending.condemned

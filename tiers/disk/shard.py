@@ -6,7 +6,6 @@ Databases, all written in the record's transaction, so that they always agree:
     index   key -> Place, header                    a lookup never touches the payload
     order   sequence -> key, time of last use       the first entry is evicted first
     scopes  scope root -> Account                   blocks and bytes of one scope
-    days    day since 1970 -> Day                   wear, and what it was good for
     state   "totals" -> Totals
 
 A payload is read by its file offset, not through the map. py-lmdb touches every page of a value
@@ -32,12 +31,10 @@ from tiers.disk.clock import IdleClock
 from tiers.disk.format.record import is_window
 from tiers.disk.format.rows import (
     Account,
-    Day,
     IndexEntry,
     Totals,
     pack_order,
     pack_sequence,
-    unpack_day,
     unpack_order,
 )
 from tiers.disk.guard import DiskGuard
@@ -213,11 +210,6 @@ class Shard:
             rows = snapshot.rows("scopes")
             return {PrefixKey(root): Account.unpack(data) for root, data in rows}
 
-    def days(self) -> dict[int, Day]:
-        """Writes by day since 1970 (UTC)."""
-        with self._reading() as snapshot:
-            return {unpack_day(key): Day.unpack(data) for key, data in snapshot.rows("days")}
-
     def walk(self) -> str | None:
         """Reads every branch and leaf page. Returns what is wrong, if anything."""
         counts: dict[str, int] = {}
@@ -335,8 +327,6 @@ class Shard:
                 storage.delete(txn, pack_sequence(sequence), dbs.order)
             for sequence, key, used_s in fixes.places:
                 storage.put(txn, pack_sequence(sequence), pack_order(key, used_s), dbs.order)
-            for day in fixes.days:
-                storage.delete(txn, day, dbs.days)
             if fixes.accounts is not None and fixes.totals is not None:
                 txn.drop(dbs.scopes, delete=False)
                 for root, account in fixes.accounts.items():

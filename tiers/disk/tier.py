@@ -130,7 +130,6 @@ class DiskTier(ManagedTier):
         for number in range(len(self._slots)):
             # Tail first, so that a prefix outlives its continuations.
             keys = [place.key for place in reversed(served) if place.number == number]
-            self._counts.hit(number, keys, self.layout.nbytes)
             uses = [(key, int(now_s)) for key in _with_windows(keys, windows)]
             self._counts.use(number, uses, duplicated=self.settings.moves)
         ages = tuple(max(0.0, now_s - place.header.computed_s) for place in served)
@@ -251,7 +250,7 @@ class DiskTier(ManagedTier):
 
     @contextmanager
     def view(self) -> Iterator[DiskView]:
-        """A view for inspection: blocks, accounts by scope, writes by day. Skips shards that are
+        """A view for inspection: blocks, accounts by scope. Skips shards that are
         being checked or replaced. Raises storage errors."""
         with ExitStack() as stack:
             shards = []

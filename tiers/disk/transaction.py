@@ -29,11 +29,9 @@ from tiers.disk.format.record import is_window, num_blocks_of, part_of, window_k
 from tiers.disk.format.rows import (
     DAY_S,
     Account,
-    Day,
     IndexEntry,
     Place,
     Totals,
-    pack_day,
     pack_order,
     pack_sequence,
     unpack_order,
@@ -66,7 +64,6 @@ class Databases(NamedTuple):
     index: Database
     order: Database
     scopes: Database
-    days: Database
     state: Database
 
 
@@ -128,8 +125,9 @@ class Writer:
         self._end_bytes = end_bytes  # of the file, which is not to grow beyond
         self._guard = guard
         self.totals = Totals.unpack(self._get("state", b"totals"))
+        if self.totals.day != (today := now_s // DAY_S):
+            self.totals = self.totals._replace(day=today, day_bytes=0)
         self._accounts: dict[PrefixKey, Account] = {}
-        self._day = Day()
         self.written_bytes = 0
         self.fresh: list[tuple[PrefixKey, IndexEntry]] = []
         self.gone: list[Gone] = []
@@ -173,9 +171,10 @@ class Writer:
         self._account(record.scope, count, stored, record.logical_nbytes)
         totals = self.totals
         self.totals = totals._replace(
-            num_stored=totals.num_stored + count, written_bytes=totals.written_bytes + stored
+            num_stored=totals.num_stored + count,
+            written_bytes=totals.written_bytes + stored,
+            day_bytes=totals.day_bytes + stored,
         )
-        self._day = self._day.plus(Day(written_bytes=stored, num_stored=count))
         self.written_bytes += stored
         self.fresh.append((record.key, entry))
 
@@ -273,13 +272,9 @@ class Writer:
         for sequence, key in enumerate(keys, start=self.take_sequences(len(keys))):
             self.touch(key, sequence)
 
-    def count_hits(self, num_hits: int, logical_bytes: int) -> None:
-        self._day = self._day.plus(Day(num_hits=num_hits, hit_bytes=logical_bytes))
-
     def written_today(self) -> int:
-        """Bytes written since midnight UTC, before this transaction."""
-        key = pack_day(self.now_s // DAY_S)
-        return Day.unpack(self._get("days", key)).written_bytes
+        """Bytes written since midnight UTC."""
+        return self.totals.day_bytes
 
     def finish(self) -> None:
         """Writes the accounts changed by this transaction."""
@@ -289,10 +284,6 @@ class Writer:
                 self._put("scopes", root, account.pack())
             else:
                 self._delete("scopes", root)
-        if any(self._day):
-            key = pack_day(self.now_s // DAY_S)
-            day = Day.unpack(self._get("days", key)).plus(self._day)
-            self._put("days", key, day.pack())
 
     def _place(self, key: PrefixKey, entry: IndexEntry) -> None:
         self._put("index", key, entry.pack())
@@ -302,7 +293,6 @@ class Writer:
     def _evict(self, keys: list[PrefixKey], cause: Cause) -> None:
         gone = [key for key in keys if self.delete(key, cause) and not is_window(key)]
         self.totals = self.totals._replace(num_evicted=self.totals.num_evicted + len(gone))
-        self._day = self._day.plus(Day(num_evicted=len(gone)))
         self.evicted += gone
 
     def _rows(self) -> Iterator[tuple[int, PrefixKey, int]]:

@@ -237,7 +237,6 @@ class BlockWriter:
         for key, used_s in part.used.items():
             writer.touch(key, writer.take_sequences(1), used_s)
         writer.lend(list(part.duplicated.items()))
-        writer.count_hits(part.num_hits, part.hit_bytes)
         if self._settings.idle_ttl_s is not None and not writer.spent:
             writer.expire(self._settings.idle_ttl_s, min(EXPIRE_AT_ONCE, writer.limit))
         return writer.limit < NO_LIMIT and writer.changed

@@ -41,7 +41,7 @@ class IndexEntry(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """One shard's counts. The first three are current; the others only grow."""
+    """One shard's counts. The first three are current; those of a day begin anew with the next."""
 
     num_blocks: int = 0
     stored_bytes: int = 0  # in whole pages
@@ -50,6 +50,8 @@ class Totals(NamedTuple):
     num_stored: int = 0
     num_evicted: int = 0
     written_bytes: int = 0
+    day: int = 0  # the last with a write, since 1970 (UTC)
+    day_bytes: int = 0  # written in it
 
     def pack(self) -> bytes:
         return _TOTALS.pack(*self)
@@ -82,33 +84,11 @@ class Account(NamedTuple):
         )
 
 
-class Day(NamedTuple):
-    """One day's writes to the disk, and the bytes served."""
-
-    written_bytes: int = 0
-    num_stored: int = 0
-    num_evicted: int = 0
-    hit_bytes: int = 0  # logical
-    num_hits: int = 0
-
-    def pack(self) -> bytes:
-        return _DAY.pack(*self)
-
-    @classmethod
-    def unpack(cls, data: bytes | None) -> "Day":
-        return cls(*_DAY.unpack(data)) if data else cls()
-
-    def plus(self, other: "Day") -> "Day":
-        return Day(*(a + b for a, b in zip(self, other, strict=True)))
-
-
 _PLACE = struct.Struct("<QQII")
-_TOTALS = struct.Struct("<7Q")
+_TOTALS = struct.Struct("<9Q")
 _ACCOUNT = struct.Struct("<3Q")
-_DAY = struct.Struct("<5Q")
 _SEQUENCE = struct.Struct(">Q")
 _USED = struct.Struct("<I")
-_DAY_KEY = struct.Struct(">I")
 
 
 def pack_sequence(sequence: int) -> bytes:
@@ -129,11 +109,3 @@ def unpack_order(data: bytes) -> tuple[PrefixKey, int]:
     if len(key) not in (KEY_BYTES, KEY_BYTES + 1):  # a block's, or that of its window part
         raise struct.error(f"a row of {len(data)} bytes")
     return PrefixKey(key), int(_USED.unpack(data[-_USED.size :])[0])
-
-
-def pack_day(day: int) -> bytes:
-    return _DAY_KEY.pack(day)
-
-
-def unpack_day(data: bytes) -> int:
-    return int(_DAY_KEY.unpack(data)[0])

@@ -27,7 +27,7 @@ from tiers.disk.recovery.page import PAGE, Torn
 from tiers.disk.recovery.pages import DATA_VERSION, MAGIC, Head, Node, PageFile, Walked
 
 CHECK_AT_ONCE_S = 0.25  # beyond this a child checks the shard, which is readable meanwhile
-NAMES = ("data", "index", "order", "scopes", "days", "state")
+NAMES = ("data", "index", "order", "scopes", "state")
 _LOOK_EVERY = 64  # entries between two checks of the clock
 
 

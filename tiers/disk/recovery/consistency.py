@@ -12,7 +12,7 @@ import xxhash
 
 from tiers.blocks.keys import PrefixKey
 from tiers.disk.format.record import Header, num_blocks_of, record_key, unpack_header
-from tiers.disk.format.rows import Account, Day, IndexEntry, Totals, unpack_order, unpack_sequence
+from tiers.disk.format.rows import Account, IndexEntry, Totals, unpack_order, unpack_sequence
 from tiers.disk.recovery.page import HEADER, PAGE, run_pages
 from tiers.disk.recovery.pages import LmdbTree, Node, PageFile
 
@@ -31,10 +31,9 @@ class Fixes:
     places: list[tuple[int, PrefixKey, int]] = field(default_factory=list)  # missing from the order
     totals: Totals | None = None
     accounts: dict[PrefixKey, Account] | None = None
-    days: list[bytes] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        rows = self.keys or self.sequences or self.places or self.days
+        rows = self.keys or self.sequences or self.places
         return bool(rows) or self.totals is not None or self.accounts is not None
 
 
@@ -95,9 +94,6 @@ class ShardSums:
     def _scopes(self, node: Node, value: bytes) -> None:
         self._stood[PrefixKey(node.key)] = Account.unpack(value)
 
-    def _days(self, node: Node, value: bytes) -> None:
-        check_day(node, value)
-
     def _state(self, node: Node, value: bytes) -> None:
         if node.key == b"totals":
             self._stands = Totals.unpack(value)
@@ -131,11 +127,6 @@ class Repair:
         fixes = Fixes(keys=[(PrefixKey(key), *runs.get(key, (0, 0))) for key in bad])
         self._fix_order(fixes, good)
         self._fix_accounts(fixes, good)
-        for node, value in self._rows("days"):
-            try:
-                check_day(node, value)
-            except DAMAGED:
-                fixes.days.append(node.key)
         return fixes
 
     def _fix_order(self, fixes: Fixes, good: dict[PrefixKey, tuple[IndexEntry, Header]]) -> None:
@@ -168,11 +159,11 @@ class Repair:
             totals = _plus(totals, gain)
             accounts[header.scope] = accounts.get(header.scope, Account()).plus(*gain)
             last = max(last, entry.place.sequence)
-        fixes.totals = totals._replace(
+        fixes.totals = stands._replace(
             next_sequence=max(stands.next_sequence, last + 1),
-            num_stored=stands.num_stored,
-            num_evicted=stands.num_evicted,
-            written_bytes=stands.written_bytes,
+            num_blocks=totals.num_blocks,
+            stored_bytes=totals.stored_bytes,
+            logical_bytes=totals.logical_bytes,
         )
         fixes.accounts = accounts
 
@@ -200,10 +191,3 @@ def proven_entry(key: bytes, value: bytes) -> tuple[IndexEntry, Header]:
     if len(entry.header) + header.payload_nbytes > place.nbytes:
         raise ValueError(f"the record of {key.hex()} is longer than its place")
     return entry, header
-
-
-def check_day(node: Node, value: bytes) -> None:
-    """Raises ValueError for impossible numbers of a day."""
-    day = Day.unpack(value)
-    if len(node.key) != 4 or max(day) >= _MOST:
-        raise ValueError(f"the day {node.key.hex()} has {day}")
