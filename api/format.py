@@ -32,10 +32,6 @@ def seconds(duration_s: float) -> str:
     return f"{_digits(duration_s / 86400)} d"
 
 
-def ago(age_s: float) -> str:
-    return f"{seconds(round(age_s))} ago" if age_s >= 1 else "now"
-
-
 def _digits(number: float) -> str:
     """Three significant digits, or all digits before the point; never an exponent."""
     return f"{number:.3g}" if abs(number) < 999.5 else f"{number:.0f}"

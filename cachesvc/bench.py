@@ -16,15 +16,18 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
-from cachesvc.config.sections import LEAST_BYTES, CacheSection, EngineSection
-from cachesvc.server import compute as core
+from cachesvc.config.sections import LEAST_BYTES, CacheSection
+from cachesvc.config.settings import Settings
+from cachesvc.server import compute
 from engine.composition import Core
+from engine.errors import EngineError
 from engine.models.load import LoadedModel
 from engine.request import Request, SamplingParams, StepOutput
 from engine.text.tokenizer import Tokenizer
 from tiers.cache import TieredCache
 
 QUESTION_TOKENS = 12
+REPEATS = 5  # questions for each kind of hit
 TIMEOUT_S = 300.0
 
 
@@ -48,10 +51,6 @@ class Measured:
     hit_tokens: int
     computed_tokens: int
     ratio: float = 1.0  # cold time divided by this time
-
-
-class BenchError(Exception):
-    """A measurement that is not possible; the message says why."""
 
 
 class Probe:
@@ -83,41 +82,31 @@ class Probe:
         while True:
             output, at_ns = self._outputs.get(timeout=TIMEOUT_S)
             if output.error:
-                raise BenchError(f"the engine failed: {output.error}")
+                raise EngineError(f"the engine failed: {output.error}")
             if first is None and output.tokens:
                 first = ((at_ns - started_ns) / 1e9, output)
             if output.last:
                 break
         if first is None:
-            raise BenchError("the engine ended a request without a token")
+            raise EngineError("the engine ended a request without a token")
         return first
 
 
 class Scenario:
-    def __init__(
-        self,
-        loaded: LoadedModel,
-        *,
-        kv_dtype: str,
-        data_dir: Path,
-        engine: EngineSection,
-        block_size: int,
-        largest: int,
-        repeats: int,
-    ) -> None:
+    def __init__(self, loaded: LoadedModel, settings: Settings, folder: Path, largest: int) -> None:
+        """Tiers for documents of at most `largest` tokens, with the disk tier in `folder`."""
         self._loaded = loaded
-        self._kv_dtype = kv_dtype
-        self._data_dir = data_dir
-        self._engine = engine
-        self._repeats = repeats
+        self._settings = settings
+        self._folder = folder
         self._probe = Probe()
-        self.layout = loaded.layout(block_size or None, None if kv_dtype == "auto" else kv_dtype)
-        blocks = largest // self.layout.block_size + 8
+        block_size, kv_dtype = settings.cache.block_size or None, settings.model.kv_dtype
+        self.layout = loaded.layout(block_size, None if kv_dtype == "auto" else kv_dtype)
+        needed = (largest // self.layout.block_size + 8) * self.layout.nbytes
         self._cache = CacheSection(
             block_size=self.layout.block_size,
-            device_bytes=max(LEAST_BYTES, 2 * blocks * self.layout.nbytes),
-            host_bytes=max(LEAST_BYTES, 2 * blocks * self.layout.nbytes),
-            disk_bytes=max(1 << 28, 8 * blocks * self.layout.nbytes),
+            device_bytes=max(LEAST_BYTES, 2 * needed),
+            host_bytes=max(LEAST_BYTES, 2 * needed),
+            disk_bytes=max(1 << 28, 8 * needed),
             weigh_loads=False,
         )
 
@@ -144,7 +133,7 @@ class Scenario:
     def _hit(self, running: Core, document: "Document", case: Case) -> Measured:
         times = []
         to_disk = case is Case.DISK
-        for repeat in range(self._repeats):
+        for repeat in range(REPEATS):
             if case is not Case.DEVICE:
                 sunk = running.engine.call(lambda _: sink(running.cache, to_disk=to_disk))
                 sunk.result(TIMEOUT_S)
@@ -155,7 +144,7 @@ class Scenario:
 
     def _after_restart(self, document: "Document") -> Measured:
         times = []
-        for repeat in range(self._repeats):
+        for repeat in range(REPEATS):
             with self._running() as running:
                 self._warm_up(running)
                 ttft_s, output = self._probe.ask(running, document.ask(901 + repeat))
@@ -165,13 +154,13 @@ class Scenario:
     def _measured(
         self, case: Case, document: "Document", times: Sequence[float], output: StepOutput
     ) -> Measured:
-        """Raises BenchError if the document did not come from where the case says."""
-        counts, block_size = output.counts, self._cache.block_size
+        """Raises EngineError if the document did not come from where the case says."""
+        counts, block_size = output.counts, self.layout.block_size
         whole_blocks = document.size // block_size * block_size
         tier = case.partition(" ")[0]  # also after a restart
         served = counts.miss if case is Case.COLD else getattr(counts, f"hit_{tier}")
         if served < whole_blocks - block_size:
-            raise BenchError(f"{case}: only {served} of {whole_blocks} tokens came from there")
+            raise EngineError(f"{case}: only {served} of {whole_blocks} tokens came from there")
         return Measured(
             case=case,
             prompt_tokens=document.size,
@@ -183,21 +172,21 @@ class Scenario:
         )
 
     def _warm_up(self, running: Core) -> None:
-        document = Document(self._loaded.tokenizer, 4 * self._cache.block_size, seed=-1)
+        document = Document(self._loaded.tokenizer, 4 * self.layout.block_size, seed=-1)
         for question in (0, 1, 2):
             self._probe.ask(running, document.ask(question))
 
     @contextmanager
     def _running(self) -> Iterator[Core]:
-        running = core.build(
+        running = compute.build(
             self._loaded,
-            kv_dtype=self._kv_dtype,
+            kv_dtype=self._settings.model.kv_dtype,
             cache=self._cache,
-            engine=self._engine,
-            data_dir=self._data_dir,
+            engine=self._settings.engine,
+            data_dir=self._folder,
             on_outputs=self._probe.on_outputs,
         )
-        running.start(core.step_tokens(self._engine, self._loaded.device))
+        running.start(compute.step_tokens(self._settings.engine, self._loaded.device))
         try:
             yield running
         finally:

@@ -5,7 +5,6 @@ instants are nanoseconds since 1970, `None` is unlimited.
 """
 
 from dataclasses import asdict
-from datetime import UTC, datetime
 from decimal import Context, Decimal
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,7 @@ from billing.gate.entries import Entry
 from billing.gate.holds import StoredHold, decode_request
 from billing.keys import KeyInfo, Scope
 from billing.money import format_units, rate_per_million
-from billing.prices.book import ABOVE, DAYS, NS, STANDARD, ModelPrice, RateCard, Rates
+from billing.prices.book import ABOVE, DAYS, NS, ModelPrice, RateCard, Rates
 from billing.prices.cards import REFUSED
 from billing.prices.lint import CardFinding
 from billing.proof.result import Proof
@@ -138,50 +137,6 @@ def price_text(rates: Rates, name: str) -> str:
     if name in RELATIVE:  # shown as on the card; stored as the difference
         units = getattr(rates, RELATIVE[name]) + units if units else None
     return "-" if units is None else rate_per_million(units)
-
-
-def differences(before: RateCard, after: RateCard) -> list[Document]:
-    """Every price and field that differs between two cards."""
-    old, new = _flat(before), _flat(after)
-    return [
-        {"field": name, "before": old.get(name, "-"), "after": new.get(name, "-")}
-        for name in sorted(old | new)
-        if old.get(name, "-") != new.get(name, "-")
-    ]
-
-
-def _flat(card: RateCard) -> dict[str, str]:
-    """Every price and field of a card by its name."""
-    shown = card_document(card)
-    flat = {
-        "name": card.name,
-        "version": card.version,
-        "currency": card.currency,
-        "valid_from": _instant(card.valid_from_ns),
-        "tenants": " ".join(shown["tenants"]) or "-",
-        "valid_until": "-" if card.valid_until_ns is None else _instant(card.valid_until_ns),
-        "time_zone": card.zone.key,
-        "holidays": " ".join(shown["holidays"]) or "-",
-        "minimum_cached_tokens": str(card.minimum_cached_tokens),
-    }
-    for row in shown["models"]:
-        for name in (*RATES, *EXTRAS, *FEES):
-            flat[f"{row['match']} {row['window']} {name}"] = row[name]
-    for window in shown["windows"]:
-        times = f"{window['start']}-{window['end']} {' '.join(window['days'])}"
-        flat[f"window {window['name']}"] = f"{times} holidays {window['holidays']}"
-    for cost in card.costs:
-        for name in (*RATES, *EXTRAS):
-            flat[f"cost {cost.pattern} {name}"] = price_text(cost.rates[STANDARD], name)
-    for group in shown["groups"]:
-        flat[f"group {group['name']}"] = f"{group['factor']} {' '.join(group['tenants'])}"
-    for name, factor in shown["services"].items():
-        flat[f"service {name}"] = factor
-    return flat
-
-
-def _instant(at_ns: int) -> str:
-    return datetime.fromtimestamp(at_ns // NS, UTC).isoformat()
 
 
 def finding_document(finding: CardFinding) -> Document:

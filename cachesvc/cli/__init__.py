@@ -69,11 +69,22 @@ REMOVED = {
 _BOOK_IT = "a tenant has one currency: convert the payment, then book it in that"
 REMOVED_OPTIONS = {
     "bench ttft --output": "redirect the output of --json",
+    "bench ttft --repeats": "each kind of hit is asked for five times; leave it out",
+    **{
+        f"bench ttft --{option}": f"set CACHESVC_{setting} instead"
+        for option, setting in (
+            ("model", "MODEL__NAME"),
+            ("device", "MODEL__DEVICE"),
+            ("kv-dtype", "MODEL__KV_DTYPE"),
+            ("block-size", "CACHE__BLOCK_SIZE"),
+        )
+    },
     "cache purge --scope": "while no server runs, its data directory's disk folder may be removed",
     **dict.fromkeys(
         ("prices plan --out", "ledger correct --batch", "ledger correct --approve"),
         "give requests back one by one: `cachesvc ledger correct TENANT REQUEST --amount N`",
     ),
+    "prices show --diff": "compare the cards' TOML files",
     "tenants budget --hard": "every budget refuses what would pass it; leave it out",
     **{
         f"tenants budget --{name}": "Prometheus asks for top-ups: see TopUpWanted in "
@@ -92,7 +103,11 @@ REMOVED_OPTIONS = {
         ("replay --servers", "replay --shared"),
         "replay each server's own trace, with a shared store as its last of --tiers",
     ),
-    "replay --currency": "--hit-price and --miss-price are in any one currency; leave it out",
+    **dict.fromkeys(
+        ("replay --currency", "replay --hit-price", "replay --miss-price"),
+        "multiply the tokens of --json by your card's prices",
+    ),
+    "replay --token-bytes": "multiply `written_blocks` of --json by the bytes of a block",
     "conform --cold": "the ways of cachesvc, vLLM, SGLang and llama-server are known; leave it out",
     "conform --restart": "restart the server between two runs with one --seed",
     "conform --adapter": "serve it, and ask it by its name: `cachesvc conform URL --model NAME`",

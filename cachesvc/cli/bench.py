@@ -2,7 +2,6 @@
 document."""
 
 import logging
-import platform
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -33,16 +32,12 @@ def ttft(
     sizes: Annotated[
         str, typer.Option(help="Tokens of the document; separate several with commas")
     ] = "1024,2048,4096",
-    repeats: Annotated[int, typer.Option(min=1, help="Questions for each kind of hit")] = 5,
-    model: Annotated[str | None, typer.Option(help="An alias, a folder, or a hub id")] = None,
-    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda")] = None,
-    kv_dtype: Annotated[str | None, typer.Option(help="Data type of the KV")] = None,
-    block_size: Annotated[int | None, typer.Option(min=1, help="Tokens in a block")] = None,
     json: AsJson = False,
 ) -> None:
     """Measure the time to first token of a question about a long document, cold and from each tier.
 
-    Measure on a quiet machine: a busy second core slows arithmetic many times over.
+    The settings of a server apply, such as CACHESVC_MODEL__NAME. Measure on a quiet machine: a busy
+    second core slows arithmetic many times over.
     """
     # torch comes with them, and `--help` does not wait for it
     from cachesvc.bench import Scenario
@@ -50,20 +45,11 @@ def ttft(
 
     logging.disable(logging.WARNING)
     wanted = _sizes(sizes)
-    flags = {"model.name": model, "model.device": device, "model.kv_dtype": kv_dtype}
-    settings = load_settings(flags | {"cache.block_size": block_size}).settings
+    settings = load_settings().settings
     with _status() as report, tempfile.TemporaryDirectory(prefix="cachesvc-bench-") as folder:
         report("loading the model")
         loaded = load(settings.model, settings.server.data_dir)
-        scenario = Scenario(
-            loaded,
-            kv_dtype=settings.model.kv_dtype,
-            data_dir=Path(folder),
-            engine=settings.engine,
-            block_size=settings.cache.block_size,
-            largest=max(wanted),
-            repeats=repeats,
-        )
+        scenario = Scenario(loaded, settings, Path(folder), max(wanted))
         results = scenario.run(wanted, report)
     result = {
         "bench": "ttft",
@@ -72,7 +58,6 @@ def ttft(
         "kv_dtype": scenario.layout.dtype,
         "block_size": scenario.layout.block_size,
         "token_bytes": scenario.layout.token_nbytes,
-        "machine": _machine(),
         "results": [asdict(each) for each in results],
     }
     if json:
@@ -115,13 +100,3 @@ def _print(results: "Sequence[Measured]", title: str) -> None:
         tokens = (each.hit_tokens, each.computed_tokens)
         rows.append((each.prompt_tokens, each.case, *times, *tokens, f"{each.ratio:.1f}x"))
     print_table(columns, rows, title=title, right=(columns[0], *columns[2:]))
-
-
-def _machine() -> dict[str, str]:
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return {
-        "cpu": f"{len(models)} x {models[0]}" if models else platform.processor(),
-        "python": platform.python_version(),
-        "system": platform.system(),
-    }

@@ -4,7 +4,7 @@ import logging
 import os
 import select
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -109,15 +109,16 @@ def node(
     if stop:
         _stop(path)
         return
+    from cachesvc.config.sections import with_its_unit
     from cachesvc.operator.quotas import labelled
     from tiers.node.settings import NodeSettings
     from tiers.remote.settings import RemoteSettings
 
     settings = NodeSettings(
         socket=path,
-        host_bytes=_tier_bytes("--host-cache", host_cache),
+        host_bytes=_bytes("--host-cache", host_cache, with_its_unit),
         disk_dir=disk_cache_dir.expanduser().absolute() if disk_cache_dir is not None else None,
-        disk_bytes=_tier_bytes("--disk-cache", disk_cache),
+        disk_bytes=_bytes("--disk-cache", disk_cache, with_its_unit),
         disk_reserve_bytes=_bytes("--disk-reserve", disk_reserve) if disk_reserve else None,
         remote=RemoteSettings(remote_url, remote_writes, remote_key_file) if remote_url else None,
         quotas=labelled(dict(map(_quota, quota or ()))),
@@ -170,18 +171,9 @@ def _events(text: str) -> "EventsSection":
         ) from None
 
 
-def _tier_bytes(option: str, text: str) -> int:
-    from cachesvc.config.sections import with_its_unit
-
+def _bytes(option: str, text: str, check: Callable[[int], int] = int) -> int:
     try:
-        return with_its_unit(_bytes(option, text))
-    except ValueError as error:
-        raise WrongOption(f"{option}: {error}") from None
-
-
-def _bytes(option: str, text: str) -> int:
-    try:
-        return parse_size(text)
+        return check(parse_size(text))
     except ValueError as error:
         raise WrongOption(f"{option}: {error}") from None
 

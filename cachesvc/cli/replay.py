@@ -1,8 +1,7 @@
-"""`cachesvc replay`: hits, disk writes and cost of a request trace, without a model."""
+"""`cachesvc replay`: hits and disk writes of a request trace, without a model."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,13 +9,10 @@ import typer
 
 from cachesvc.cli.render import AsJson, print_json, print_table, progress
 from tiers.policy.admission import WritePolicy
-from tiers.replay.replay import ReplayResult, TierPlan
+from tiers.replay.replay import TierPlan
 from tiers.replay.replay import replay as run_replay
 from tiers.replay.trace import MOONCAKE_BLOCK_TOKENS, Trace, TraceError, read_trace
 from tiers.tier import TierName
-
-DEFAULT_TOKEN_BYTES = 23_040  # SmolLM2-135M in bf16: 30 layers x 2 x 3 heads x 64 x 2 bytes
-MILLION = 1_000_000
 
 
 def replay(
@@ -33,19 +29,12 @@ def replay(
     block_tokens: Annotated[
         int, typer.Option(min=1, help="Tokens in one hash id of the trace.")
     ] = MOONCAKE_BLOCK_TOKENS,
-    token_bytes: Annotated[
-        int,
-        typer.Option(min=1, help="Bytes of KV for each token; default: the default model in bf16."),
-    ] = DEFAULT_TOKEN_BYTES,
-    hit_price: Annotated[str, typer.Option(help="Price of a million hit tokens.")] = "0.1",
-    miss_price: Annotated[str, typer.Option(help="Price of a million missed tokens.")] = "1",
     json: AsJson = False,
 ) -> None:
     """Replay a request trace through LRU tiers of any size, with no tensors.
 
     A block counts as a hit only if all blocks before it in its request hit. Hit rates are by token.
     """
-    prices = _price(hit_price, "--hit-price"), _price(miss_price, "--miss-price")
     try:
         loaded = read_trace(trace, block_tokens)
     except TraceError as error:
@@ -56,7 +45,7 @@ def replay(
         for plan in plans:
             results.append(run_replay(loaded, plan, write_policy=write_policy))
             advance(1)
-    records = [_record(result, *prices, block_tokens * token_bytes) for result in results]
+    records = [asdict(result) | {"hit_rate": result.hit_rate} for result in results]
     if json:
         print_json(records)
     else:
@@ -98,27 +87,10 @@ def _blocks(text: str, working_set: int, option: str) -> int:
     return blocks
 
 
-def _price(text: str, option: str) -> Decimal:
-    try:
-        price = Decimal(text)
-    except InvalidOperation:
-        price = Decimal(-1)
-    if not price.is_finite() or price < 0:
-        raise typer.BadParameter(f"{text!r} is not a price of 0 or more", param_hint=option)
-    return price
-
-
-def _record(result: ReplayResult, hit: Decimal, miss: Decimal, block_bytes: int) -> dict[str, Any]:
-    """One result; money as exact decimal strings, bytes written to the disk alone."""
-    written = sum(tier.written_blocks for tier in result.tiers if tier.name == TierName.DISK)
-    missed = result.tokens - result.hit_tokens
-    return {
-        **asdict(result),
-        "hit_rate": result.hit_rate,
-        "disk_written_bytes": written * block_bytes,
-        "cost": str((hit * result.hit_tokens + miss * missed) / MILLION),
-        "saved": str((miss - hit) * result.hit_tokens / MILLION),
-    }
+def _written(record: Mapping[str, Any]) -> int:
+    """Blocks written to the disk."""
+    disks = [tier for tier in record["tiers"] if tier["name"] == TierName.DISK]
+    return sum(tier["written_blocks"] for tier in disks)
 
 
 def _print(trace: Trace, records: Sequence[dict[str, Any]]) -> None:
@@ -134,17 +106,15 @@ def _print(trace: Trace, records: Sequence[dict[str, Any]]) -> None:
                 f"{record['capacity_blocks'] / working_set:.1%}",
                 f"{record['hit_rate']:.4f}",
                 *(by_tier if tiers else ()),
-                f"{record['disk_written_bytes'] / 1e9:,.1f}",
-                f"{Decimal(record['cost']):,.2f}",
-                f"{Decimal(record['saved']):,.2f}",
+                f"{_written(record):,}",
             ]
         )
-    figures = ["blocks", "of all", "hit rate", *tiers, "disk GB", "cost", "saved"]
+    figures = ["blocks", "of all", "hit rate", *tiers, "written to disk"]
     print_table(
         figures,
         rows,
         title=f"{trace.name}: {len(trace.requests):,} requests, {trace.input_tokens:,} tokens, "
         f"{working_set:,} distinct blocks of {trace.block_tokens} tokens",
         right=figures,
-        spare=("of all", "saved"),
+        spare=("of all",),
     )

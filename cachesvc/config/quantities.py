@@ -14,7 +14,9 @@ def parse_size(text: str | int) -> int:
     """Bytes of `64MiB`, `1.5GB`, `4096` or an integer. Raises ValueError."""
     if isinstance(text, int):
         return text
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B?)\s*", str(text), re.IGNORECASE)
+    match = re.fullmatch(
+        r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B?)\s*", str(text), re.IGNORECASE | re.ASCII
+    )
     number, unit = match.groups() if match else ("", "?")
     units = {name.lower(): size for name, size in _UNITS.items()}
     short = {name[0].lower(): size for name, size in _UNITS.items() if name.endswith("iB")}
@@ -28,7 +30,7 @@ def parse_duration(text: str | float) -> float:
     """Seconds of `250ms`, `30s`, `5m`, `2h`, `7d` or a number of seconds. Raises ValueError."""
     if isinstance(text, int | float):
         return float(text)
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|m|h|d)?\s*", str(text))
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|m|h|d)?\s*", str(text), re.ASCII)
     if match is None:
         raise ValueError(f"{text!r} is not a duration; write it like 250ms, 30s, 5m, 2h or 7d")
     return float(match[1]) * _SECONDS[match[2] or "s"]

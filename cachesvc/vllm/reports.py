@@ -39,13 +39,8 @@ class RequestReport:
 
     local: int = 0  # from vLLM's own prefix cache, in whole blocks
     hits: Mapping[str, int] = field(default_factory=dict)  # from the node, by tier
-    is_short: bool = False  # not all that was requested from the node could be loaded
     admitted_ns: int = 0  # 0: not admitted yet
     computed: int | None = None  # completed prompt tokens, once the request is over
-
-    @property
-    def external(self) -> int:
-        return sum(self.hits.values())
 
 
 def tag_of(request: Any) -> Mapping[str, Any]:
@@ -199,8 +194,6 @@ class Reports:
             known = replace(known, local=int(message["local"]), hits=hits)
             if "at_ns" in message:
                 known = replace(known, admitted_ns=int(message["at_ns"]))
-            else:
-                known = replace(known, is_short=True)
         else:
             known = replace(known, computed=int(message["computed"]))
         self._known[name] = known

@@ -19,7 +19,6 @@ from billing.prices.cards import (
 )
 from billing.prices.lint import Severity, lint
 from billing.prices.rating import hold_amount, rate
-from billing.reports.documents import differences
 from billing.usage import EMPTY, Usage
 
 BASE = """
@@ -305,21 +304,6 @@ def test_lint_finds_windows_that_overlap():
 def test_the_digest_of_a_card_is_of_its_text():
     changed = parse_card(default_card().text + "# note\n")
     assert card_digest(changed) != card_digest(default_card())
-
-
-def test_every_difference_of_two_cards_is_told():
-    before = card(zone="Asia/Shanghai", more=NIGHT, rates=NIGHT_RATE)
-    after = parse_card(
-        before.text.replace("22:00", "21:00").replace('name = "c"', 'name = "d"')
-        + "[[cost]]\nmatch = '*'\nhit = 0\nmiss = 0\noutput = 0\n"
-    )
-    found = {change["field"]: change for change in differences(before, after)}
-    assert {"name", "window night", "cost * miss"} <= found.keys()
-    days = "mon tue wed thu fri sat sun holidays as_usual"
-    assert (f"22:00-06:00 {days}", f"21:00-06:00 {days}") == (
-        found["window night"]["before"],
-        found["window night"]["after"],
-    )
 
 
 @pytest.mark.parametrize("when", ["2027-03-28T02:30:00", '"2027-03-28T02:00:00"'])

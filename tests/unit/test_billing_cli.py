@@ -182,10 +182,6 @@ def test_a_card_is_linted_planned_and_applied(shell, tmp_path):
     trail = shell.json("ledger", "show", "--trail")
     assert len([t for t in trail if t["action"] == "prices.apply"]) == 2
     assert [card["version"] for card in shell.json("prices", "show")] == ["2024-08-02", "9"]
-    changes = runner.invoke(
-        app, ["prices", "show", "deepseek-launch", "--diff", str(good), "--json"]
-    )
-    assert {c["field"] for c in json.loads(changes.output)} >= {"version", "* standard miss"}
 
 
 @pytest.mark.parametrize(
@@ -219,9 +215,9 @@ def test_what_cannot_be_done_is_said_in_one_sentence(shell, args, message):
         (("balance", "topup", "acme", "1e3"), "not an amount"),
         (("tenants", "create", "a b"), "not a name"),
         (("keys", "create", "--tenant", "acme", "--scopes", "root"), "inference"),
-        (("keys", "create", "--tenant", "acme", "--expires-in", "soon"), "12h"),
-        (("keys", "create", "--tenant", "acme", "--expires-in", "0d"), "12h"),
-        (("keys", "create", "--tenant", "acme", "--expires-in", "\u0663d"), "12h"),
+        (("keys", "create", "--tenant", "acme", "--expires-in", "soon"), "is not a duration"),
+        (("keys", "create", "--tenant", "acme", "--expires-in", "0d"), "for 1s to 36600d"),
+        (("keys", "create", "--tenant", "acme", "--expires-in", "\u0663d"), "is not a duration"),
         (("tenants", "create", "bolt", "--postpaid=-5"), "below zero"),
         (("usage", "--statement", "May", "--tenant", "acme"), "2026-11"),
     ],

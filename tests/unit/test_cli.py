@@ -250,7 +250,7 @@ def test_sizes_and_durations_read_well():
     [
         ("cachesvc ", {"serve", "top", "cache", "usage"}),
         ("cachesvc cache ", {"stats", "tree", "pin"}),
-        ("cachesvc replay --t", {"--tiers", "--token-bytes"}),
+        ("cachesvc cache tree --", {"--live", "--tenant"}),
         ("cachesvc replay --write-policy ", {"on_evict", "write_through"}),
     ],
 )

@@ -64,7 +64,7 @@ def test_a_hit_stays_one_where_nobody_tells_that_it_was_not_delivered():
 @pytest.mark.parametrize("num_cached", [16, 64])
 def test_what_was_computed_after_a_failed_load_is_no_hit(num_cached):
     """If a part was loaded, vLLM counts all that it asked for as cached."""
-    report = RequestReport(local=16, hits={"host": 16}, is_short=True, admitted_ns=1)
+    report = RequestReport(local=16, hits={"host": 16}, admitted_ns=1)
     counts = admitted(100, report, num_cached).output(0, 20, Told()).counts
     assert (16, 16, 0, 68) == (
         counts.hit_device,

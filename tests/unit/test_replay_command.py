@@ -42,18 +42,15 @@ def test_json_has_a_result_for_each_capacity(trace):
     assert unlimited["tokens"] == 512 * 20
     assert unlimited["hit_tokens"] == 512 * 10
     assert unlimited["hit_rate"] == 0.5
-    assert unlimited["cost"] == "0.005632"  # 5,120 misses at 1 and as many hits at 0.1 a million
-    assert unlimited["saved"] == "0.004608"
-    prices = ("--hit-price", "0.028", "--miss-price", "0.28")
-    (one,) = results(trace, "--capacity-blocks", "10", *prices)
-    assert one["cost"] == "0.00157696", "prices are exact decimals"
 
 
 def test_tiers_show_hits_and_writes_of_each(trace):
-    (one,) = results(trace, "--tiers", "device=2,host=30%,disk=90%", "--token-bytes", "10")
+    (one,) = results(trace, "--tiers", "device=2,host=30%,disk=90%")
     assert [tier["name"] for tier in one["tiers"]] == ["device", "host", "disk"]
     assert sum(tier["hit_tokens"] for tier in one["tiers"]) == one["hit_tokens"] == 5120
-    assert one["disk_written_bytes"] == one["tiers"][2]["written_blocks"] * 5120
+    written = one["tiers"][2]["written_blocks"]
+    shown = run(trace, "--tiers", "device=2,host=30%,disk=90%").stdout.split()
+    assert [written > 0, str(written)] == [True, shown[-1]]
 
 
 def test_the_table_is_for_people(trace):
@@ -71,8 +68,6 @@ def test_the_table_is_for_people(trace):
         (["--capacity-blocks", "nan%"], "'nan%' is neither"),
         (["--tiers", "device"], "is not NAME=SIZE"),
         (["--tiers", "a=5"], "the tiers are device, host, disk"),
-        (["--hit-price", "cheap"], "is not a price of 0 or more"),
-        (["--hit-price", "inf"], "is not a price of 0 or more"),
         (["--block-tokens", "2000"], "give the trace's own block size"),
     ],
 )

@@ -48,10 +48,6 @@ class Trace:
     def input_tokens(self) -> int:
         return sum(request.input_tokens for request in self.requests)
 
-    @property
-    def num_accesses(self) -> int:
-        return sum(len(request.blocks) for request in self.requests)
-
     def working_set_blocks(self) -> int:
         """The number of distinct blocks, which a cache that never evicts would hold."""
         return len({block for request in self.requests for block in request.blocks})

@@ -1,6 +1,5 @@
 """`cachesvc keys`: API keys. A key is printed once, when it is made."""
 
-import re
 from datetime import UTC, datetime
 from typing import Annotated
 
@@ -11,11 +10,10 @@ from billing.operations import keys
 from billing.prices.book import NS
 from cachesvc.cli.money.books import TenantOption
 from cachesvc.cli.money.invocation import Invocation, operating
+from cachesvc.cli.options import duration
 from cachesvc.cli.render import answer, note, print_documents, print_json
 
 app = typer.Typer(no_args_is_help=True, help="Create, list and revoke API keys")
-
-_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 
 @app.command()
@@ -31,11 +29,17 @@ def create(
             "--scopes", "--scope", help=f"Comma-separated, or repeated: {', '.join(Scope)}"
         ),
     ] = ["inference,usage"],  # noqa: B006  read only
-    expires_in: Annotated[str | None, typer.Option(help="Validity, such as 12h or 90d")] = None,
+    expires_in: Annotated[
+        float | None,
+        typer.Option(parser=duration, metavar="DURATION", help="Validity, such as 12h or 90d"),
+    ] = None,
 ) -> None:
     """Create a key and print it. It cannot be shown again."""
     names = [each.strip() for each in ",".join(scopes).split(",") if each.strip()]
-    given = {"scopes": keys.known_scopes(names), "expires_in_s": _seconds(expires_in)}
+    if expires_in is not None and not 1 <= expires_in <= keys.MAX_VALIDITY_S:
+        raise typer.BadParameter("a key is valid for 1s to 36600d", param_hint="--expires-in")
+    expires_in_s = None if expires_in is None else int(expires_in)
+    given = {"scopes": keys.known_scopes(names), "expires_in_s": expires_in_s}
     made = call.change(keys.create_key, tenant=tenant, project=project, name=name, **given)
     answer(made, call.json, made["key"])
     if not call.json:
@@ -71,17 +75,6 @@ def revoke(
         print_json(revoked)
     else:
         note(f"key {revoked['id']} of tenant {revoked['tenant']} is revoked")
-
-
-def _seconds(text: str | None) -> int | None:
-    if text is None:
-        return None
-    found = re.fullmatch(r"([1-9][0-9]{0,5})([smhd])", text)
-    if not found:
-        raise typer.BadParameter(
-            f"{text!r} is not a duration such as 12h or 90d", param_hint="--expires-in"
-        )
-    return int(found[1]) * _UNITS_S[found[2]]
 
 
 def _day(at_ns: int | None) -> str:

@@ -17,7 +17,6 @@ from billing.reports.documents import (
     RATES,
     Document,
     card_document,
-    differences,
     finding_document,
 )
 from billing.usage import HIT_CLASSES
@@ -27,7 +26,7 @@ from cachesvc.cli.money.invocation import Invocation, operating
 from cachesvc.cli.render import confirm, fail, note, print_documents, print_json, print_table
 
 _REMOVED = {
-    "diff": "`cachesvc prices show CARD --diff CARD`",
+    "diff": "compare the cards' TOML files",
     "lint": "`cachesvc prices show CARD --lint`",
 }
 
@@ -55,9 +54,6 @@ def _lint(card: str, json: bool) -> None:
 def show(
     call: Invocation,
     card: Annotated[str | None, typer.Argument(help="A card  [all applied cards]")] = None,
-    diff: Annotated[
-        str | None, typer.Option(metavar="CARD", help="Only what differs in this other card")
-    ] = None,
     check: Annotated[
         bool,
         typer.Option(
@@ -70,9 +66,6 @@ def show(
         if card is None:
             fail("--lint checks one card: name it", 2)
         _lint(card, call.json)
-        return
-    if diff is not None:
-        _print_diff(card, diff, call.json)
         return
     cards = [card_document(find_card(card))] if card is not None else call(prices.applied_cards)
     if call.json:
@@ -173,13 +166,6 @@ def apply(call: Invocation, card: Card) -> None:
             f"tenant {each['tenant']!r} has no price in {each['currency']} for {what}: its "
             f"requests will be refused; apply a card in {each['currency']}"
         )
-
-
-def _print_diff(before: str | None, after: str, json: bool) -> None:
-    if before is None:
-        fail("--diff compares two cards: name the first one as well", 2)
-    changes = differences(find_card(before), find_card(after))
-    print_documents(changes, json, ("field", "before", "after"), right=("before", "after"))
 
 
 def _instant(card: Document) -> str:

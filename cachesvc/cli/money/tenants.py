@@ -1,20 +1,16 @@
 """`cachesvc tenants`: the customers who are billed, their credit, limits and projects."""
 
 import time
-from collections import Counter
-from functools import partial
 from typing import Annotated
 
 import typer
 
-from api.format import size
 from billing.operations import prices, tenants
 from billing.reports.documents import Document
 from billing.tenants import RATE_LIMITS
 from cachesvc.cli.lazy import Command, lazy_group
 from cachesvc.cli.money.books import TenantName
 from cachesvc.cli.money.invocation import Invocation, operating
-from cachesvc.cli.options import data_dir_of
 from cachesvc.cli.render import (
     Column,
     confirm,
@@ -24,8 +20,6 @@ from cachesvc.cli.render import (
     print_json,
     print_pairs,
 )
-from cachesvc.server.server_file import find_server
-from tiers.tier import TierName
 
 _REMOVED = {
     "list": "`cachesvc tenants show`, without a name",
@@ -81,26 +75,6 @@ def show(
     if tenant is not None:
         print_tenant(call(tenants.show_tenant, tenant=tenant), call.json)
         return
-    found = call(tenants.list_tenants)
-    for each, room in zip(found, _room(found, call), strict=False):
-        each["cache_bytes"] = room
-    _print_tenants(found, call.json)
-
-
-def _room(found: list[Document], call: Invocation) -> list[dict[str, int]]:
-    """Bytes of each tenant in each tier; empty if no server is running."""
-    server = find_server(data_dir_of(call.data_dir)) if not call.database else None
-    if server is None:
-        return []
-    taken: dict[str, Counter[str]] = {}
-    for owner in server.get("/admin/api/cache/owners"):
-        taken.setdefault(owner["owner"], Counter()).update(owner["bytes"])
-    return [dict(taken.get(each["tenant"], {})) for each in found]
-
-
-def _print_tenants(found: list[Document], json: bool) -> None:
-    rooms = [each.get("cache_bytes", {}) for each in found]
-    tiers = [tier for tier in TierName if any(tier in room for room in rooms)]
     columns: dict[str, Column] = {
         "tenant": lambda each: each["tenant"] + (" (suspended)" if each["suspended"] else ""),
         "kind": lambda each: "prepaid" if each["prepaid"] else "postpaid",
@@ -110,15 +84,9 @@ def _print_tenants(found: list[Document], json: bool) -> None:
         "owed": "owed",
         "held": "held",
         "available": lambda each: each["available"] or "unlimited",
-        **{tier: partial(_bytes_in, tier) for tier in tiers},
     }
-    right = [name for name in columns if name not in ("tenant", "kind", "currency")]
-    spare = ("held", "granted", "topped up", *tiers)
-    print_documents(found, json, columns, right=right, spare=spare)
-
-
-def _bytes_in(tier: TierName, tenant: Document) -> str:
-    return size(tenant["cache_bytes"].get(tier, 0))
+    found, spare = call(tenants.list_tenants), ("held", "granted", "topped up")
+    print_documents(found, call.json, columns, right=tuple(columns)[3:], spare=spare)
 
 
 @operating("reason", "yes", "json")
