@@ -134,6 +134,43 @@ def pipe():
     return os.fdopen(read), os.fdopen(write, "w")
 
 
+class Offloading:
+    """A process of vLLM's environment, or of the next version's classes in it; see
+    `tests.vllm.offload`."""
+
+    def __init__(self, log: Path, classes: str = "installed") -> None:
+        self.log, self.classes = log, classes
+        with log.open("wb") as errors:
+            self._process = subprocess.Popen(
+                [PYTHON, "-m", "tests.vllm.offload"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                cwd=ROOT,
+                env=environment(1, core_apart=False, first=[NEXT] if classes == "next" else []),
+                text=True,
+            )
+
+    def __call__(self, do, **asked):
+        self.tell(do, **asked)
+        for line in self._process.stdout:
+            if line.startswith("> "):
+                return json.loads(line[2:])
+        raise AssertionError(self.log.read_text()[-4000:])
+
+    def tell(self, do, **asked):
+        self._process.stdin.write(json.dumps({"do": do, **asked}) + "\n")
+        self._process.stdin.flush()
+
+    def ended(self):
+        return self._process.wait(60)
+
+    def close(self):
+        self._process.stdin.close()
+        self._process.stdout.close()
+        self._process.wait()
+
+
 class RunningNode:
     """`cachesvc node` as an operator starts it."""
 
