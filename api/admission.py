@@ -28,7 +28,7 @@ from api.requests.publishing import check_publishable
 from api.requests.turns import assistant_message
 from api.shapes.answer import WireFormat
 from api.shapes.schemas import Extension
-from api.shapes.usage import timings_ms
+from api.shapes.usage import found_of, timings_ms
 from billing.gate.outcomes import Outcome
 from billing.idempotency import FirstAnswer
 from billing.keys import Principal
@@ -183,13 +183,8 @@ class _Ending:
             completion_tokens=usage.output,
             **{name: getattr(usage, name) for name in HIT_CLASSES},
             miss=usage.miss,
-            miss_reasons={str(why): tokens for why, tokens in served.miss_reasons.items()},
             cost=bill.cost if bill else None,
-            jumped_tokens=served.jumped_tokens or None,
-            replayed_tokens=served.replayed_tokens or None,
-            diverged_at_token=served.divergence.at_token if served.divergence else None,
-            diverged_of_tokens=served.divergence.of_tokens if served.divergence else None,
-            diverged_by=str(served.divergence.reason) if served.divergence else None,
+            **found_of(served),
             **{f"{name}_ms": value for name, value in self._timings(delivered).items()},
         )
         if delivered.error is not None:

@@ -77,10 +77,9 @@ def _answer_limit(
     """The answer length that fits after every prompt. Without max_tokens: the default, or less if
     less fits."""
     longest = max(map(len, prompts))
-    if body.max_tokens is not None:
-        return model.room_for_answer(longest, body.max_tokens, prompt="prompt")
-    room = model.room_for_answer(longest, None, prompt="prompt")
-    return min(room, wire.settings.default_completion_tokens)
+    room = model.room_for_answer(longest, body.max_tokens, prompt="prompt")
+    usual = wire.settings.default_completion_tokens
+    return min(room, usual) if body.max_tokens is None else room
 
 
 def _echoes(job: Job, body: CompletionBody) -> list[str]:

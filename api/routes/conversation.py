@@ -30,11 +30,10 @@ SESSION_CHARS = 256  # limit of a client's name for its conversation
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """The prompt for the model, and how to read each choice of its answer."""
+    """What to generate, and how to read each choice of the answer."""
 
     job: Job
     new_reply: Callable[[], Reply]
-    prompt: ChatPrompt
 
 
 async def chat_of(
@@ -105,7 +104,7 @@ async def chat_of(
         if turn is None or num_same
         else wire.records.conversations.divergence(turn, tokens, model.tokenizer),
     )
-    return Chat(job, new_reply, prompt)
+    return Chat(job, new_reply)
 
 
 def _session(name: str, names: ClientNames, body: ChatBody) -> Session:

@@ -8,17 +8,15 @@ from starlette.responses import Response
 
 from api.admission import deliver
 from api.collaborators import Collaborators
-from api.context import arrive, authorised, received, wire_of
+from api.context import authorised, received, wire_of
 from api.errors import NotServed, ResponseNotFound
 from api.relay.protocol import RESPONSES
 from api.requests.responses import KeptResponse
 from api.routes.conversation import Chat, chat_of
-from api.routes.prompts import encoded_chat
 from api.routes.relayed import relayed
-from api.served_model import find_model
 from api.shapes.body import parse
 from api.shapes.fields import ignored_names
-from api.shapes.responses import InputBody, ResponsesBody
+from api.shapes.responses import ResponsesBody
 from api.shapes.responses_format import ResponsesFormat
 from api.shapes.translation import with_answer
 
@@ -47,17 +45,6 @@ async def responses(request: Request) -> Response:
     return await deliver(arrival, chat.job, asked.extension, wire_format)
 
 
-@router.post("/v1/responses/input_tokens")
-async def input_tokens(request: Request) -> dict[str, Any]:
-    """The number of prompt tokens that the same body would have."""
-    arrival, body = await arrive(request, InputBody)
-    wire, tenant = arrival.wire, arrival.principal.tenant
-    model = find_model(wire.inference.models, body.model)
-    chat = body.as_chat(await _history(wire, tenant, body))
-    tokens = await encoded_chat(wire, model, chat, tenant=tenant)
-    return {"object": "response.input_tokens", "input_tokens": len(tokens)}
-
-
 @router.get("/v1/responses/{name}")
 async def show_response(request: Request, name: str) -> dict[str, Any]:
     principal = await authorised(request)
@@ -80,7 +67,7 @@ async def delete_response(request: Request, name: str) -> dict[str, Any]:
     return {"id": name, "object": "response", "deleted": True}
 
 
-async def _history(wire: Collaborators, tenant: str, body: InputBody) -> list[dict[str, Any]]:
+async def _history(wire: Collaborators, tenant: str, body: ResponsesBody) -> list[dict[str, Any]]:
     """The chat that the body continues, without instructions, which belong to one request."""
     if body.previous_response_id is None:
         return []

@@ -35,6 +35,7 @@ UNSERVED: Final[Mapping[str, str]] = {
     "pooling": "no embedding model is served; run one beside this server",
     "realtime": "stream a chat with `stream: true`",
     "rerank": "no reranking model is served; run one beside this server",
+    "responses/input_tokens": "/tokenize counts the tokens of messages",
     "score": "no reranking model is served; run one beside this server",
     "skills": "put their text into the system prompt",
     "threads": _NO_STORE,

@@ -32,7 +32,19 @@ class BlockKind:
 
 _CALLED = BlockKind((ASSISTANT,), head="[called {name} {input}]")
 _ANSWERED = BlockKind((ASSISTANT,), ("content",))  # by a tool of the server
-_RAN = BlockKind((INSIDE,), ("stdout", "stderr", "content"))
+_SERVERS = (  # the tools of servers
+    *("mcp", "web_search", "web_fetch", "advisor", "tool_search"),
+    *("code_execution", "bash_code_execution", "text_editor_code_execution"),
+)
+_TOLD = (  # inside of their results
+    *("web_search_result", "web_fetch_result", "advisor_result", "tool_search_tool_search_result"),
+    *("code_execution_result", "encrypted_code_execution_result", "bash_code_execution_result"),
+    "text_editor_code_execution_view_result",
+    "text_editor_code_execution_str_replace_result",
+)
+_INSIDE = BlockKind(
+    (INSIDE,), ("title", "url", "text", "stdout", "stderr", "content", "lines", "tool_references")
+)
 _FILE = BlockKind((INSIDE,), head="[file {file_id}]")
 _ERROR = BlockKind((INSIDE,), ("error_message",), "[error {error_code}]")  # of every type *_error
 _DOCUMENT = BlockKind((INSIDE,), head="[document not shown]", unseen=True)
@@ -52,29 +64,13 @@ KINDS: Final[Mapping[str, BlockKind]] = {
     "mcp_tool_listing": BlockKind((ASSISTANT,), head="[tools of {mcp_server_name}]"),
     "server_tool_use": _CALLED,
     "mcp_tool_use": _CALLED,
-    "mcp_tool_result": _ANSWERED,
-    "web_search_tool_result": _ANSWERED,
-    "web_fetch_tool_result": _ANSWERED,
-    "advisor_tool_result": _ANSWERED,
-    "code_execution_tool_result": _ANSWERED,
-    "bash_code_execution_tool_result": _ANSWERED,
-    "text_editor_code_execution_tool_result": _ANSWERED,
-    "tool_search_tool_result": _ANSWERED,
+    **{f"{tool}_tool_result": _ANSWERED for tool in _SERVERS},
     "tool_reference": BlockKind((RESULT, INSIDE), head="[tool {tool_name}]"),
     "browser_state": BlockKind((RESULT,), head="[browser tabs {tabs} {state_changes}]"),
-    "web_search_result": BlockKind((INSIDE,), ("title", "url")),
-    "web_fetch_result": BlockKind((INSIDE,), ("url", "content")),
-    "advisor_result": BlockKind((INSIDE,), ("text",)),
+    **dict.fromkeys(_TOLD, _INSIDE),
+    **dict.fromkeys(("code_execution_output", "bash_code_execution_output"), _FILE),
     "advisor_redacted_result": BlockKind((INSIDE,), head="[advice not shown]"),
-    "code_execution_result": _RAN,
-    "encrypted_code_execution_result": _RAN,
-    "bash_code_execution_result": _RAN,
-    "code_execution_output": _FILE,
-    "bash_code_execution_output": _FILE,
-    "text_editor_code_execution_view_result": BlockKind((INSIDE,), ("content",)),
     "text_editor_code_execution_create_result": BlockKind((INSIDE,), head="[file written]"),
-    "text_editor_code_execution_str_replace_result": BlockKind((INSIDE,), ("lines",)),
-    "tool_search_tool_search_result": BlockKind((INSIDE,), ("tool_references",)),
     # By field and type: the sources of a document.
     "source.text": BlockKind((INSIDE,), ("data",)),
     "source.content": BlockKind((INSIDE,), ("content",)),

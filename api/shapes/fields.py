@@ -89,6 +89,7 @@ CHAT: Final[Mapping[str, Unserved]] = {
 }
 COMPLETIONS: Final[Mapping[str, Unserved]] = {
     "add_special_tokens": Unserved("send token ids, which nothing is added to", (True,)),
+    "suffix": Unserved("put all text before the gap", ("",)),
 }
 
 RESPONSES: Final[Mapping[str, Unserved]] = {

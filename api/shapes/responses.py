@@ -58,9 +58,7 @@ class TextConfig(Body):
     verbosity: str | None = None
 
 
-class InputBody(Body):
-    """The fields that make up the prompt, which are all that `input_tokens` needs."""
-
+class ResponsesBody(Body):
     model_config = ConfigDict(extra="allow")
 
     model: str
@@ -73,6 +71,20 @@ class InputBody(Body):
     reasoning: Reasoning | None = None
     text: TextConfig | None = None
     include: Items[str] | None = None
+    max_output_tokens: Annotated[int, Field(ge=1, le=MAX_COUNT)] | None = None
+    stream: bool | None = None
+    store: bool | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    metadata: Metadata | None = None
+    prompt_cache_key: Label | None = None
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+    prompt_cache_options: CacheOptions | None = None
+    safety_identifier: Label | None = None
+    service_tier: Label | None = None
+    user: Label | None = None
+    cache_salt: Salt | None = None
+    cachesvc: Extension | None = None
 
     @property
     def namespaces(self) -> dict[str, str]:
@@ -125,36 +137,11 @@ class InputBody(Body):
                 "parallel_tool_calls": self.parallel_tool_calls,
                 "reasoning_effort": self.reasoning.effort if self.reasoning else None,
                 "response_format": form,
-                **self._answer(),
+                "max_completion_tokens": self.max_output_tokens,
+                "cachesvc": self.cachesvc.model_dump() if self.cachesvc else None,
+                **{name: getattr(self, name) for name in _SAME_FIELDS},
             }
         )
-
-    def _answer(self) -> Plain:
-        """The fields of a chat that shape its answer."""
-        return {}
-
-
-class ResponsesBody(InputBody):
-    max_output_tokens: Annotated[int, Field(ge=1, le=MAX_COUNT)] | None = None
-    stream: bool | None = None
-    store: bool | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    metadata: Metadata | None = None
-    prompt_cache_key: Label | None = None
-    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
-    prompt_cache_options: CacheOptions | None = None
-    safety_identifier: Label | None = None
-    service_tier: Label | None = None
-    user: Label | None = None
-    cache_salt: Salt | None = None
-    cachesvc: Extension | None = None
-
-    def _answer(self) -> Plain:
-        return {name: getattr(self, name) for name in _SAME_FIELDS} | {
-            "max_completion_tokens": self.max_output_tokens,
-            "cachesvc": self.cachesvc.model_dump() if self.cachesvc else None,
-        }
 
 
 def _only(given: Plain, names: Sequence[str]) -> Plain:

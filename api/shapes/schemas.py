@@ -374,7 +374,6 @@ class CompletionBody(GenerationBody):
     max_tokens: Count | None = None  # 0 computes only the prompt
     echo: bool | None = None
     best_of: int | None = None
-    suffix: str | None = None
 
     @field_validator("prompt", mode="plain")
     @classmethod
@@ -419,8 +418,6 @@ class CompletionBody(GenerationBody):
                 "or stream.",
                 param="logprobs",
             )
-        if self.suffix:
-            raise Unsupported("suffix is not served; put all text before the gap.", param="suffix")
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise Unsupported(
                 "best_of other than n is not served; ask for n choices and pick one.",

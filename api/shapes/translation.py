@@ -5,10 +5,9 @@ from itertools import takewhile
 from typing import Any
 
 import orjson
-from pydantic import ValidationError
 
 from api.errors import InvalidRequest
-from api.shapes.body import refusal
+from api.shapes.body import checked
 from api.shapes.breakpoints import mark_of
 from api.shapes.message import SYSTEM_ROLES
 from api.shapes.schemas import ChatBody
@@ -19,11 +18,7 @@ SYSTEMS_JOIN = "\n\n"
 
 def chat_body(fields: Mapping[str, Any]) -> ChatBody:
     """A chat from these fields, without those that are None. Raises InvalidRequest like `parse`."""
-    given = {name: value for name, value in fields.items() if value is not None}
-    try:
-        return ChatBody.model_validate(given)
-    except ValidationError as error:
-        raise refusal(error.errors(include_url=False, include_context=False)) from None
+    return checked({name: v for name, v in fields.items() if v is not None}, ChatBody)
 
 
 def going_on(messages: list[Plain], param: str, barred: Mapping[str, bool]) -> Plain:

@@ -78,16 +78,7 @@ def vendor_block(served: Served, bill: Bill, asked: Asked) -> dict[str, Any]:
     if served.refusal is not None:
         block |= ended_by(served.refusal)
     if asked.details:
-        reasons = {str(reason): tokens for reason, tokens in served.miss_reasons.items() if tokens}
-        block["miss_reasons"] = reasons
-        if served.divergence is not None:
-            block["diverged_at_token"] = served.divergence.at_token
-            block["diverged_of_tokens"] = served.divergence.of_tokens
-            block["diverged_by"] = str(served.divergence.reason)
-        if served.replayed_tokens:
-            block["replayed_tokens"] = served.replayed_tokens
-        if served.jumped_tokens:
-            block["jumped_tokens"] = served.jumped_tokens
+        block |= found_of(served)
         block["timings_ms"] = timings_ms(served.timeline, served.usage.output)
         if bill.cost is not None:
             block["cost"] = {
@@ -99,6 +90,17 @@ def vendor_block(served: Served, bill: Bill, asked: Asked) -> dict[str, Any]:
     if asked.receipt and bill.receipt is not None:
         block["receipt"] = bill.receipt()
     return {"cachesvc": block} if block else {}
+
+
+def found_of(served: Served) -> dict[str, Any]:
+    """Why tokens missed and which were saved, for an answer's details and the log line."""
+    reasons = {str(reason): tokens for reason, tokens in served.miss_reasons.items() if tokens}
+    saved = {name: getattr(served, name) for name in ("replayed_tokens", "jumped_tokens")}
+    found = {"miss_reasons": reasons} | {name: num for name, num in saved.items() if num}
+    if served.divergence is None:
+        return found
+    at, of, by = served.divergence.at_token, served.divergence.of_tokens, served.divergence.reason
+    return found | {"diverged_at_token": at, "diverged_of_tokens": of, "diverged_by": str(by)}
 
 
 def timings_ms(timeline: Timeline, output_tokens: int) -> dict[str, float | None]:

@@ -20,7 +20,7 @@ from starlette.testclient import TestClient
 
 from api.routes.tokenize import DetokenizeBody, TokenizeBody
 from api.shapes.messages import CountBody, MessagesBody
-from api.shapes.responses import InputBody, ResponsesBody
+from api.shapes.responses import ResponsesBody
 from api.shapes.schemas import ChatBody, CompletionBody
 from billing.proof.prover import Prover
 from billing.store.opening import database_url, open_store
@@ -39,7 +39,6 @@ BODIES: dict[str, type[BaseModel]] = {  # of routes that read their bodies thems
     "/v1/messages": MessagesBody,
     "/v1/messages/count_tokens": CountBody,
     "/v1/responses": ResponsesBody,
-    "/v1/responses/input_tokens": InputBody,
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
 }

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
-COUNTS = ["/tokenize", "/v1/messages/count_tokens", "/v1/responses/input_tokens"]
+COUNTS = {CHAT: "/tokenize", MESSAGES: "/v1/messages/count_tokens"}
 URL = "data:image/png;base64,iVBORw0KG"
 
 OF_CHAT = {"type": "image_url", "image_url": {"url": URL, "detail": "low"}}
@@ -89,9 +89,8 @@ PLACES: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("path", "body", "place"), PLACES)
 async def test_an_image_is_refused_by_its_place_with_what_to_do(client, house, path, body, place):
-    counted = COUNTS[[CHAT, MESSAGES, RESPONSES].index(path)]
     more = {"max_tokens": 9} if path == MESSAGES else {}
-    for at, asked in ((path, body | more), (counted, body)):
+    for at, asked in ((path, body | more), (COUNTS.get(path, path), body)):
         refused = await client.post(at, json=asked)
         told = refused.json()["error"]
         assert (400, place) == (refused.status_code, told["param"]), refused.text

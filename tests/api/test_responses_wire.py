@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from api.requests.responses import KeptResponse, StoredResponses
-from api.shapes.responses import InputBody, ResponsesBody
+from api.shapes.responses import ResponsesBody
 from tests.api.conftest import running
 from tests.support.wire import ByteTokenizer, FakeHouse, Script, byte_model, fake_house
 
@@ -84,7 +84,7 @@ async def test_a_call_of_a_namespace_s_function_names_it(client, house, *, strea
 
 
 async def test_a_namespace_describes_its_functions_to_the_model():
-    functions = InputBody(model="bytes", input="hi", tools=[SPAWN]).as_chat([]).tools
+    functions = ResponsesBody(model="bytes", input="hi", tools=[SPAWN]).as_chat([]).tools
     assert functions is not None
     assert ["agents: Sub-agents.\nStart one.", None] == [
         tool.function.description for tool in functions
