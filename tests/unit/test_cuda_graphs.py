@@ -148,18 +148,6 @@ def test_models_whose_steps_the_host_shapes_get_no_graphs():
     assert not cuda_graphs(runner._attention, torch.device("cuda"))
 
 
-def test_a_kernel_that_does_not_fit_is_given_up_and_the_model_is_served(monkeypatch, caplog):
-    def refuse(*_: object, **__: object) -> torch.Tensor:
-        raise RuntimeError("out of shared memory")
-
-    monkeypatch.setattr(triton, "attend_paged", refuse)
-    runner = triton_runner("qwen3")
-    runner.warm_up()
-    assert "out of shared memory" in caplog.text
-    assert not cuda_graphs(runner._attention, torch.device("cuda"))
-    runner.probe()
-
-
 def _attend_in_torch(
     query: torch.Tensor,
     pages: torch.Tensor,

@@ -13,7 +13,13 @@ from typing import Any, cast
 
 import pytest
 
-from engine.errors import EngineFailed, InvalidParameter, PromptTooLong, UnknownAdapter
+from engine.errors import (
+    EngineFailed,
+    InvalidParameter,
+    PromptTooLong,
+    RemoteFault,
+    UnknownAdapter,
+)
 from engine.remote.engine import RemoteEngine
 from engine.remote.metrics import counters_in, labels_in
 from engine.remote.upstreams import Remote, Upstream
@@ -86,6 +92,16 @@ async def when_let(name):
     yield made([1], "stop")
 
 
+async def refused(name):
+    raise RemoteFault("The engine answered 500.")
+    yield {}
+
+
+async def all_but_the_stuck(name):
+    async for event in nothing_yet(name) if name.startswith("stuck") else two_tokens(name):
+        yield event
+
+
 async def faulty(name):
     yield made([1])
     raise ValueError("a bug")
@@ -93,6 +109,7 @@ async def faulty(name):
 
 class House:
     def __init__(self, script, num_engines=1):
+        self.now_s = 1
         self.outputs = queue.Queue()
         self.https = [Http(script) for _ in range(num_engines)]
         self.http = self.https[0]
@@ -104,7 +121,10 @@ class House:
         )
         upstreams = [Upstream(cast(Any, http), remote) for http in self.https]
         self.engine = RemoteEngine(
-            upstreams, self._hear, EngineSettings(max_waiting=4, eos_token_ids=frozenset({0}))
+            upstreams,
+            self._hear,
+            EngineSettings(max_waiting=4, eos_token_ids=frozenset({0})),
+            clock_ns=lambda: self.now_s * 10**9,
         )
         self.engine.use(cast(Any, object()), lambda: cast(Any, None))
         self.engine.start()
@@ -188,6 +208,28 @@ def test_a_request_that_was_ended_before_it_began_costs_nothing(house, n):
     house.engine.abort("r")
     [last] = house.until_last()
     assert (FinishReason.ABORT, 0) == (last.finish, last.counts.prompt)
+
+
+@pytest.mark.parametrize("house", [refused], indirect=True)
+def test_a_fault_before_the_answer_ends_every_sequence_of_a_request(house):
+    house.engine.submit(asked(n=3))
+    [last] = house.until_last()
+    assert (FinishReason.ERROR, True) == (last.finish, last.last)
+    assert "answered 500" in (last.error or "")
+
+
+@pytest.mark.parametrize("house", [all_but_the_stuck], indirect=True)
+def test_the_predicted_wait_is_of_the_prompts_that_have_not_begun(house):
+    """At the rate at which others begin: here 128 tokens in two seconds."""
+    house.engine.submit(asked("stuck", 90))
+    assert 0.0 == house.engine.predicted_wait_s("a", 10), "the rate is unknown"
+    for number in range(5):
+        house.engine.submit(asked(f"r{number}"))
+        house.until_last()
+        house.now_s = 3
+    assert 0.0 < house.engine.predicted_wait_s("a", 10) < 10
+    house.engine.abort("stuck")
+    house.until_last()
     assert 0.0 == house.engine.predicted_wait_s("a", 10)
 
 
