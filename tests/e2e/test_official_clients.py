@@ -1,11 +1,13 @@
-"""The official openai client against a server on a socket: what it reads, raises and retries.
+"""The official clients of OpenAI and Anthropic against a server on a socket: what they read, raise
+and retry.
 
 The server is uvicorn as `cachesvc serve` runs it, over the scripted engine, in a thread of its own;
-once it is the real program with the default model.
+twice it is the real program with the default model. Through a relay: `test_relay_clients.py`.
 """
 
 from typing import Literal
 
+import anthropic
 import openai
 import pytest
 from pydantic import BaseModel, Field
@@ -15,6 +17,9 @@ from tests.support.wire import Script
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 PROMPT_TOKENS = len("user: hi\nassistant: ")
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
+CALL = 'I look.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+POOR = insufficient_balance("t", needed=2, available=1, currency="CNY")
 
 
 @pytest.fixture
@@ -23,34 +28,31 @@ def client(server):
         yield client
 
 
-def test_a_stream_with_usage(server, client):
-    """By hand, and by the client's helper, which builds the whole message of it."""
-    server.house.engine.script = Script(answer="one two three")
-    stream = client.chat.completions.create(
-        model="bytes", messages=MESSAGES, stream=True, stream_options={"include_usage": True}
-    )
-    chunks = list(stream)
-    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
-    assert "one two three" == text
-    assert "assistant" == chunks[0].choices[0].delta.role
-    assert PROMPT_TOKENS + 14 == chunks[-1].usage.total_tokens
-    with client.chat.completions.stream(model="bytes", messages=MESSAGES) as helped:
-        (choice,) = helped.get_final_completion().choices
-    assert ("one two three", "stop") == (choice.message.content, choice.finish_reason)
+@pytest.fixture
+def messages(server):
+    """Anthropic's client, for messages."""
+    url = server.url.removesuffix("/v1")
+    with anthropic.Anthropic(base_url=url, api_key="sk-any", max_retries=0) as client:
+        yield client.messages
 
 
-def test_errors_are_the_clients_own(server, client):
+def test_openais_errors_are_the_clients_own(server, client):
     create = client.chat.completions.create
-    with pytest.raises(openai.NotFoundError) as missing:
-        create(model="gpt-9", messages=MESSAGES)
-    assert ("model_not_found", "model") == (missing.value.code, missing.value.param)
-    with pytest.raises(openai.BadRequestError) as wrong:
-        create(model="bytes", messages=MESSAGES, temperature=3)
-    assert "temperature" == wrong.value.param
-    with pytest.raises(openai.BadRequestError) as too_long:
-        create(model="bytes", messages=[{"role": "user", "content": "x" * 9000}])
-    assert "context_length_exceeded" == too_long.value.code
-    server.house.meter.refuse = insufficient_balance("t", needed=2, available=1, currency="CNY")
+    refused = [
+        (openai.NotFoundError, {"model": "gpt-9"}, "model_not_found", "model"),
+        (openai.BadRequestError, {"temperature": 3}, "invalid_value", "temperature"),
+        (
+            openai.BadRequestError,
+            {"messages": [{"role": "user", "content": "x" * 9000}]},
+            "context_length_exceeded",
+            "messages",
+        ),
+    ]
+    for kind, fields, code, param in refused:
+        with pytest.raises(kind) as told:
+            create(**{"model": "bytes", "messages": MESSAGES} | fields)
+        assert (code, param) == (told.value.code, told.value.param)
+    server.house.meter.refuse = POOR
     with pytest.raises(openai.APIStatusError) as poor:
         create(model="bytes", messages=MESSAGES)
     assert (402, "insufficient_balance") == (poor.value.status_code, poor.value.code)
@@ -60,11 +62,59 @@ def test_errors_are_the_clients_own(server, client):
         create(model="bytes", messages=MESSAGES)
 
 
-def test_an_error_in_a_stream_is_raised(server, client):
-    server.house.engine.script = Script(answer="x" * 50, fail_after=3, step_s=0.005)
-    stream = client.chat.completions.create(model="bytes", messages=MESSAGES, stream=True)
-    with pytest.raises(openai.APIError, match="on fire"):
-        list(stream)
+def test_anthropics_errors_are_the_clients_own(server, messages):
+    with pytest.raises(anthropic.NotFoundError) as missing:
+        messages.create(model="nobody", max_tokens=5, messages=MESSAGES)
+    body = missing.value.body
+    assert ("error", "not_found_error") == (body["type"], body["error"]["type"])
+    image = {"type": "image", "source": {"type": "url", "url": "http://x"}}
+    content = [{"role": "user", "content": [image]}]
+    with pytest.raises(anthropic.BadRequestError, match="image"):
+        messages.create(model="bytes", max_tokens=5, messages=content)
+    server.house.meter.refuse = POOR
+    with pytest.raises(anthropic.APIStatusError) as poor:
+        messages.create(model="bytes", max_tokens=5, messages=MESSAGES)
+    assert 402 == poor.value.status_code
+
+
+def test_a_response_is_streamed_with_its_call_stored_and_deleted(server, client):
+    server.house.engine.script = Script(answer=CALL, tokens_per_step=5)
+    weather = {"type": "function", "name": "weather", "parameters": SCHEMA, "strict": False}
+    with client.responses.stream(model="bytes", input="hi", tools=[weather]) as stream:
+        events = list(stream)
+        final = stream.get_final_response()
+    message, call = final.output
+    assert ("message", "function_call") == (message.type, call.type)
+    assert ("weather", '{"city": "Rome"}') == (call.name, call.arguments)
+    assert "I look." == final.output_text
+    assert list(range(len(events))) == [event.sequence_number for event in events]
+    kinds = [event.type for event in events]
+    assert ["response.created", "response.in_progress", "response.output_item.added"] == kinds[:3]
+    assert "response.completed" == kinds[-1]
+    assert kinds.count("response.function_call_arguments.delta") > 1
+    kept = client.responses.retrieve(final.id)
+    assert [item.id for item in final.output] == [item.id for item in kept.output]
+    assert final.usage == kept.usage
+    client.responses.delete(kept.id)
+    with pytest.raises(openai.NotFoundError, match="not stored"):
+        client.responses.retrieve(kept.id)
+    unkept = client.responses.create(model="bytes", input="hi", store=False)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.create(model="bytes", input="x", previous_response_id=unkept.id)
+
+
+def test_a_message_is_streamed_with_its_call(server, messages):
+    server.house.engine.script = Script(answer=CALL, tokens_per_step=4, hits={"hit_host": 3})
+    asked = {"model": "bytes", "max_tokens": 200, "messages": MESSAGES}
+    with messages.stream(**asked, tools=[{"name": "weather", "input_schema": SCHEMA}]) as stream:
+        kinds = [event.type for event in stream]
+        message = stream.get_final_message()
+    text, call = message.content
+    assert ("I look.", "weather", {"city": "Rome"}) == (text.text, call.name, call.input)
+    assert "tool_use" == message.stop_reason
+    told = (message.usage.input_tokens, message.usage.cache_read_input_tokens)
+    assert (PROMPT_TOKENS - 3 + len("tools: 1\n"), 3) == told
+    assert kinds.count("input_json") > 1
 
 
 def test_a_time_out_is_retried_and_named_a_retry(server):
