@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 TESTS := $(VENV)/.tests-installed
 VLLM := .venv-vllm
 CLIENTS := .venv-clients
-CLIENT_GROUPS := frameworks instructor litellm llama-index node
+CLIENT_GROUPS := frameworks litellm node
 ARGS ?=
 # Where torch comes from; empty is the usual index, whose torch for Linux brings CUDA: several GB.
 # The CPU build, about 200 MB, is on the index that PyTorch's installation page names for "CPU".

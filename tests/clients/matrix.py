@@ -57,12 +57,6 @@ PROGRAMS = {
         "frameworks",
         {"chat": f"{ALL} usage limit", "responses": "answer stream tools usage limit"},
     ),
-    "llama-index": Program("llama_index_chat.py", "llama-index", {"chat": ALL}),
-    "instructor": Program(
-        "instructor_modes.py",
-        "instructor",
-        {"chat": "stream tools structured", "responses": "tools"},
-    ),
     "pydantic-ai": Program(
         "pydantic_ai_agents.py",
         "frameworks",
@@ -71,7 +65,6 @@ PROGRAMS = {
     "openai-agents": Program(
         "openai_agents_loop.py", "frameworks", {"chat": ALL, "responses": ALL}
     ),
-    "smolagents": Program("smolagents_calls.py", "frameworks", {"chat": ALL}),
     "litellm": Program(
         "litellm_sdk.py",
         "litellm",
