@@ -3,20 +3,34 @@
 All of it speaks real HTTP on 127.0.0.1. What the outer server charges is what the inner one did.
 """
 
+import contextlib
+import itertools
+import json
+import socket
+import time
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import anthropic
 import openai
 import pytest
 
 from api.admission import Served
+from api.collaborators import WireSettings
 from billing.gate.entries import Kind
 from billing.store import reports
 from billing.usage import Usage
 from cachesvc.service import Service
 from tests.api.real_service import real_service
 from tests.e2e.conftest import Server, listening
+from tests.patience import PATIENCE_S
+from tests.support.remote_engine import event
+from tests.support.stand_in import served as upstream_served
+from tests.support.upstream import CHAT, UpstreamServer
+from tests.support.upstream import body as upstream_body
 from tests.support.wire import Script
 
 SAID: list[Any] = [{"role": "user", "content": "hi"}]
@@ -96,3 +110,36 @@ def test_a_failure_of_the_inner_server_is_raised_by_the_client(server, relay):
     ):
         stream.get_final_message()
     assert 0 == service._money.accounts.tenant("default").held
+
+
+def test_a_client_that_reads_nothing_holds_little_and_pays_what_it_was_sent(tmp_path, monkeypatch):
+    """The endpoint has to wait too, until the client is disconnected."""
+    hasty = partial(WireSettings, write_timeout_s=1.0)
+    monkeypatch.setattr("cachesvc.service.WireSettings", hasty)
+    choice = {"index": 0, "delta": {"content": "x" * 16_000}}
+    taken = itertools.count()
+
+    def events() -> Iterator[bytes]:
+        while next(taken) < 20_000:
+            yield event({"choices": [choice]})
+
+    with contextlib.ExitStack() as stack:
+        up = stack.enter_context(upstream_served(UpstreamServer()))
+        up.script[CHAT] = events()  # type: ignore[assignment]
+        made = real_service(tmp_path, Path("up"), engine_backend=f"openai+{up.url}")
+        service, app, _ = stack.enter_context(made)
+        url = urlsplit(stack.enter_context(listening(app)))
+        client = stack.enter_context(socket.socket())
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+        client.connect((url.hostname, url.port))
+        asked = json.dumps(upstream_body(CHAT, stream=True, max_tokens=4000)).encode()
+        head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(asked)}\r\n\r\n"
+        client.sendall(head.encode() + asked)
+        assert up.left.wait(PATIENCE_S), "the endpoint's connection was closed"
+        num_taken = next(taken)
+        give_up = time.monotonic() + PATIENCE_S
+        while not (charges := charged(service)) and time.monotonic() < give_up:
+            time.sleep(0.01)
+        said = b"".join(iter(lambda: client.recv(1 << 20), b""))
+        num_read = said.count(b"}}]}\n")
+        assert num_taken < 4000 and num_read <= charges[0].output < num_read + 100
