@@ -15,7 +15,7 @@ from api.job import Delta, Job, Served
 from api.relay.body import Ascent
 from api.relay.protocol import answer_bytes, note_of
 from api.relay.refusal import MAX_REFUSAL_BYTES, refusal_of
-from api.relay.usage import UsageReader, billed
+from api.relay.usage import CACHED_HEADER, UsageReader, billed
 from api.requests.delivery import UNCOUNTED
 from api.requests.metering import LedgerCharge
 from billing.gate.outcomes import Outcome
@@ -182,6 +182,7 @@ class Passage:
                     said = await answer.whole(MAX_REFUSAL_BYTES)
                     raise refusal_of(answer, said)
                 is_stream = answer.headers.get("content-type", "").startswith(_STREAM)
+                self._reader.cached = answer.headers.get(CACHED_HEADER, "")
                 if is_stream != self.job.stream:
                     raise answer.asked.fault(f"a stream: {is_stream}", UNREADABLE)
                 async for events in self._parts(answer):

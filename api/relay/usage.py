@@ -13,6 +13,7 @@ from billing.usage import Usage
 from tiers.tier import TierName
 
 MAX_COUNT: Final = 1 << 40  # a larger count is none
+CACHED_HEADER: Final = "fireworks-cached-prompt-tokens"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +48,7 @@ _OPENAI = Shape(
         "cached_tokens",  # Moonshot
         "cache_read_input_tokens",  # LiteLLM before Anthropic
         "timings.cache_n",  # llama-server
+        CACHED_HEADER,  # Fireworks
     ),
     written=(
         "prompt_tokens_details.cache_write_tokens",  # OpenAI, OpenRouter, ours
@@ -126,6 +128,7 @@ class UsageReader:
     """
 
     is_partial: bool = False
+    cached: str = ""  # by `CACHED_HEADER`
     _said: dict[str, Any] = field(default_factory=dict)
     _counted: Counted = NOTHING
     _contradicts: bool = False
@@ -135,6 +138,8 @@ class UsageReader:
         said = _usage_in(document)
         if not said:
             return False
+        if self.cached.isdecimal():
+            said[CACHED_HEADER] = int(self.cached[:19])
         if self.is_partial:
             self._said |= {name: value for name, value in said.items() if value is not None}
             self._counted = counted(self._said, excludes=True)

@@ -48,6 +48,22 @@ async def test_an_answer_passes_byte_for_byte_and_costs_the_same_streamed(up, tm
         assert path == up.asked[-1][0]
 
 
+async def test_a_header_tells_what_fireworks_had_cached(up, tmp_path):
+    bare = {name: n for name, n in WHOLE[CHAT]["usage"].items() if "details" not in name}
+    up.whole[CHAT] = compact({**WHOLE[CHAT], "usage": bare})
+    unknown = {"miss": PROMPT, "unreported": PROMPT, "output": OUTPUT}
+    async with relaying(tmp_path, up) as (service, client):
+        for told, expected in {
+            str(CACHED): ALL,
+            "101": unknown,
+            "-1": unknown,
+            "²": unknown,
+        }.items():
+            up.headers = {"fireworks-cached-prompt-tokens": told}
+            await client.post(CHAT, json=body(CHAT))
+            assert expected == usages(service)[-1], told
+
+
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 async def test_usage_is_asked_for_and_not_shown_to_who_did_not_ask(up, tmp_path, path):
     async with relaying(tmp_path, up) as (service, client):
