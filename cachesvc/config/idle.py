@@ -9,7 +9,7 @@ _OF_TIERS = ("block_size", "write_policy", "weigh_loads", "idle_ttl", "write_bud
 _OF_NODE = ("host_bytes", "disk_bytes", "disk_reserve_bytes", "quotas")
 _OF_REMOTE = ("remote_url", "remote_writes", "remote_key_file")
 _UNREAD: Mapping[str, Mapping[str, tuple[str, ...]]] = {
-    "embedded": {"engine": ("key", "vllm", "node")},
+    "embedded": {"engine": ("key", "vllm", "node", "max_time")},
     "vllm": {
         "model": ("device", "kv_dtype"),
         "cache": _OF_TIERS,

@@ -356,7 +356,6 @@ class ZmqTable(Section):
     endpoint: str
     replay_endpoint: str = ""  # empty: no replay of missed batches
     topic: str = "kv-events"
-    format: Literal["map", "array"] = "map"  # vLLM writes maps from 0.24 on
 
 
 class EventsSection(Section):
@@ -366,7 +365,7 @@ class EventsSection(Section):
         "",
         description=(
             "Address that publishes block events, such as tcp://127.0.0.1:5557; or a table "
-            "with endpoint, replay_endpoint, topic and format (map or array); empty publishes "
+            "with endpoint, replay_endpoint and topic; empty publishes "
             "none"
         ),
     )

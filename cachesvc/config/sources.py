@@ -128,9 +128,9 @@ REMOVED = {
         for key, instead in (
             ("replay", "replay_endpoint"),
             ("topic", "topic"),
-            ("format", "format"),
         )
     },
+    "events.zmq_format": "events are maps, as vLLM writes them from 0.24 on; take it out",
     "server.write_timeout": "a client that reads nothing for 1m is disconnected; take it out",
     "server.keepalive": "a comment is streamed after 15s of silence; take it out",
     "cache.disk_dirs": "join the disks into one volume, and put server.data_dir there; take it out",
@@ -234,8 +234,9 @@ def _unknown(name: str, origin: str, known: Mapping[str, Any]) -> str:
 
 
 def _explain(error: ValidationError, origins: Mapping[str, str]) -> str:
-    first = error.errors()[0]
-    name = ".".join(map(str, first["loc"][:2]))
+    name = ".".join(map(str, error.errors()[0]["loc"][:2]))
+    of_it = [each for each in error.errors() if ".".join(map(str, each["loc"][:2])) == name]
+    first = max(of_it, key=lambda each: len(each["loc"]))  # of a value that is none of several
     path = first["loc"][2:]
     if first["loc"][0] == MODELS:
         name, path = (

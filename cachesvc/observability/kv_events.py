@@ -4,10 +4,9 @@
     ROUTER  asked with a number, answers with each kept batch from there on as it was published,
             and ends with (empty, -1, empty)
 
-An event (BlockStored, BlockRemoved or AllBlocksCleared) is a map tagged `type`, or in the format
-`array` a list that begins with the tag. vLLM uses maps from 0.24 on. Its replays have topics from
-0.26 on; replays in `array` have none. Block hashes are the last 64 bits of our keys, and `medium`
-is GPU, CPU or DISK. The format is that of vllm/distributed/kv_events.py.
+An event (BlockStored, BlockRemoved or AllBlocksCleared) is a map tagged `type`, as vLLM writes them
+from 0.24 on. Block hashes are the last 64 bits of our keys, and `medium` is GPU, CPU or DISK. The
+format is that of vllm/distributed/kv_events.py.
 
 One thread of its own, which owns both sockets. Needs the extra `events`; nothing else imports zmq
 or msgspec.
@@ -74,8 +73,7 @@ class KvEventPublisher:
             if endpoint := settings.replay_endpoint:
                 self._router = bounded(self._context.socket(zmq.ROUTER))
                 self._bind(self._router, endpoint, "events.zmq.replay_endpoint")
-                topic = [settings.topic.encode()] if settings.format == "map" else []
-                self._replay = KvReplay(self._router, topic)
+                self._replay = KvReplay(self._router, settings.topic.encode())
         except BaseException:
             self._context.destroy(linger=0)
             raise
@@ -158,9 +156,7 @@ class KvEventPublisher:
             self._publish(batch)
 
     def _publish(self, events: list[dict[str, Any]]) -> None:
-        is_map = self._settings.format == "map"  # else the fields in order
-        batch = events if is_map else [list(each.values()) for each in events]
-        payload = self._pack([time.time(), batch, 0])
+        payload = self._pack([time.time(), events, 0])
         number = self._number.to_bytes(8, "big")
         self._number += 1
         if self._replay is not None:

@@ -8,7 +8,6 @@ call it.
 
 import logging
 from collections import deque
-from collections.abc import Sequence
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -36,8 +35,7 @@ def bounded(router: Any) -> Any:
 class KvReplay:
     """The kept batches, and which router is owed which. Numbers begin at 0 and have no gaps."""
 
-    def __init__(self, router: Any, topic: Sequence[bytes]) -> None:
-        """topic: the frames before the number of a batch; the end has as many empty ones."""
+    def __init__(self, router: Any, topic: bytes) -> None:
         import zmq
 
         self._zmq = zmq
@@ -84,7 +82,7 @@ class KvReplay:
                 payload = self._kept[number - first]
                 self._send(client, self._topic, number.to_bytes(_NUMBER_BYTES, "big"), payload)
                 self._owed[client] = number + 1
-            self._send(client, [b""] * len(self._topic), END, b"")
+            self._send(client, b"", END, b"")
         except self._zmq.Again:
             return False
         except self._zmq.ZMQError as error:
@@ -92,5 +90,5 @@ class KvReplay:
                 raise
         return True
 
-    def _send(self, client: bytes, topic: Sequence[bytes], number: bytes, payload: bytes) -> None:
-        self._router.send_multipart((client, b"", *topic, number, payload), self._zmq.NOBLOCK)
+    def _send(self, client: bytes, topic: bytes, number: bytes, payload: bytes) -> None:
+        self._router.send_multipart((client, b"", topic, number, payload), self._zmq.NOBLOCK)

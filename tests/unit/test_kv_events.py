@@ -70,7 +70,7 @@ class Router:
         numbers = []
         while True:
             assert self.req.poll(POLL_MS), "the replay does not end"
-            _, *topic, number, payload = self.req.recv_multipart()
+            _, topic, number, payload = self.req.recv_multipart()
             self.topics.append(topic)
             if not payload:
                 assert -1 == int.from_bytes(number, "big", signed=True)
@@ -87,7 +87,7 @@ class Router:
         assert isinstance(time_s, float) and rank == 0
         self.batches.append(events)
         for event in events:
-            self._apply(event if isinstance(event, dict) else named(event))
+            self._apply(event)
 
     def _apply(self, event: dict[str, Any]) -> None:
         if event["type"] == "AllBlocksCleared":
@@ -103,16 +103,6 @@ class Router:
             for number, each in enumerate(event["block_hashes"]):
                 self.tokens[each] = event["token_ids"][number * BLOCK : (number + 1) * BLOCK]
                 self.parents[each], parent = parent, each
-
-
-def named(event: list[Any]) -> dict[str, Any]:
-    """The positional form of vLLM before 0.24 as a map."""
-    fields = {
-        "BlockStored": "type block_hashes parent_block_hash token_ids block_size lora_id medium",
-        "BlockRemoved": "type block_hashes medium",
-        "AllBlocksCleared": "type",
-    }[event[0]].split()
-    return dict(zip(fields, event, strict=False))
 
 
 @pytest.fixture
@@ -142,11 +132,10 @@ def publish():
         publisher.close()
 
 
-@pytest.mark.parametrize("form", ["map", "array"])
-def test_a_router_knows_what_a_real_cache_holds(publish, route, form):
+def test_a_router_knows_what_a_real_cache_holds(publish, route):
     """Requests at random through a small engine; a router that reads every batch agrees with it."""
     world = World(device_blocks=20, host_blocks=24)
-    publisher = publish(world.cache.stream, format=form)
+    publisher = publish(world.cache.stream)
     publisher.start()
     router = route(publisher)
     chance = random.Random(3)
@@ -177,12 +166,9 @@ def store(stream: EventStream, number: int) -> None:
     stream.publish(EventKind.STORED, TierName.DEVICE, key=key, tokens=b"\0" * 4 * BLOCK)
 
 
-@pytest.mark.parametrize(
-    ("form", "topic", "ends"), [("map", [b"kv-events"], [b""]), ("array", [], [])]
-)
-def test_a_router_that_comes_late_asks_for_what_it_missed(publish, route, form, topic, ends):
+def test_a_router_that_comes_late_asks_for_what_it_missed(publish, route):
     stream = EventStream()
-    publisher = publish(stream, format=form)
+    publisher = publish(stream)
     publisher.start()
     early = route(publisher)
     early.replay(0)
@@ -192,7 +178,7 @@ def test_a_router_that_comes_late_asks_for_what_it_missed(publish, route, form, 
             early.receive()
     late = route(publisher)
     assert list(range(early.last + 1)) == late.replay(0)
-    assert [*[topic] * (early.last + 1), ends] == late.topics
+    assert [*[b"kv-events"] * (early.last + 1), b""] == late.topics
     assert early.held == late.held
     assert [early.last] == early.replay(early.last)
     assert [] == late.replay(early.last + 1)
