@@ -41,11 +41,17 @@ class Spoken:
 
 
 def describe_folder(
-    name: str, cache_dir: Path, progress: Callable[[str, float], None] | None = None
+    name: str,
+    cache_dir: Path,
+    progress: Callable[[str, float], None] | None = None,
+    *,
+    text_alone: bool = False,
 ) -> Spoken:
-    """Find the model `name` like `engine.models.load.load_model`. Raises ModelError."""
+    """Find the model `name` like `engine.models.load.load_model`. With `text_alone` nobody loads
+    weights from the folder, so that of a GGUF file none are written. Raises ModelError."""
     cache_dir.mkdir(parents=True, exist_ok=True)
-    folder = find(name, cache_dir, progress or (lambda what, fraction: None), weights=False)
+    report = progress or (lambda what, fraction: None)
+    folder = find(name, cache_dir, report, weights=False, text_alone=text_alone)
     tokenizer = load_tokenizer(folder)
     try:
         config: Any = AutoConfig.from_pretrained(folder, trust_remote_code=False)

@@ -59,10 +59,17 @@ def check(name: str, adapters: Mapping[str, str]) -> None:
             _check_hub(found, f"adapter {adapter}: {found}", AdapterError)
 
 
-def find(name: str, cache_dir: Path, report: "Progress", *, weights: bool = True) -> Path:
+def find(
+    name: str,
+    cache_dir: Path,
+    report: "Progress",
+    *,
+    weights: bool = True,
+    text_alone: bool = False,
+) -> Path:
     """A folder of safetensors for the model `name`. Without `weights` it may lack some of them.
 
-    A GGUF file is converted once into `cache_dir`. Raises ModelError.
+    A GGUF file is converted once into `cache_dir`, or its text alone. Raises ModelError.
     """
     path = _locate(name)
     if not weights and (path / "config.json").exists():
@@ -74,8 +81,10 @@ def find(name: str, cache_dir: Path, report: "Progress", *, weights: bool = True
 
     parts = split_parts(path)
     folder = converted_folder(cache_dir, digest(parts))
+    if text_alone and not folder.exists():
+        folder = folder.with_name(f"{folder.name}-text")
     if not folder.exists():
-        convert(parts, folder, report)
+        convert(parts, folder, report, weights=not text_alone)
     return folder
 
 

@@ -51,13 +51,16 @@ def converted_folder(cache_dir: Path, digest: bytes) -> Path:
 def convert_again(folder: Path) -> str:
     """What to do, as the end of an error about a model's damaged folder, if it is a converted one;
     else empty."""
-    if not re.fullmatch(f"{CONVERTED}{FORMAT}-[0-9a-f]+", folder.name):
+    if not re.fullmatch(f"{CONVERTED}{FORMAT}-[0-9a-f]+(-text)?", folder.name):
         return ""
     return f"; remove the folder {folder}, and the next start converts the model again"
 
 
-def convert(paths: Sequence[Path], folder: Path, progress: Progress) -> None:
-    """Write `folder` (config, safetensors, tokenizer) from all GGUF files of a model.
+def convert(
+    paths: Sequence[Path], folder: Path, progress: Progress, *, weights: bool = True
+) -> None:
+    """Write `folder` (config, safetensors, tokenizer) from all GGUF files of a model. Without
+    `weights` it is of the text alone, and tensors are not looked at.
 
     It is written under another name and renamed into place, so a reader sees all of it or nothing.
     If two processes convert at once, one wins and both find the same contents. Raises ModelError.
@@ -75,12 +78,13 @@ def convert(paths: Sequence[Path], folder: Path, progress: Progress) -> None:
         pad = fields.get("tokenizer.ggml.padding_token_id", ends[0])
         special = {"bos_token_id": None, "eos_token_id": ends[0], "pad_token_id": pad}
         name, config = read_config(file, len(fields["tokenizer.ggml.tokens"]), special)
-        weights = _weights(file, name, config, progress)
-        file.refuse_rest(name)
-        progress("writing safetensors", 0.7)
         config.dtype = "float32"
+        if weights:
+            tensors = _weights(file, name, config, progress)
+            file.refuse_rest(name)
+            progress("writing safetensors", 0.7)
+            _save_weights(tensors, partial)
         config.save_pretrained(partial)
-        _save_weights(weights, partial)
         progress("writing the tokenizer", 0.95)
         _save_tokenizer(tokenizer, fields, config.max_position_embeddings, partial)
         (partial / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))

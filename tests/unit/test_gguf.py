@@ -10,6 +10,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from engine.errors import ModelError
+from engine.models.describe import describe_folder
 from engine.models.files import check, digest_of, find
 from engine.models.gguf import convert, convert_again
 from engine.models.gguf_config import ARCHITECTURES
@@ -218,6 +219,19 @@ def test_each_end_of_an_answer_and_each_template_is_kept(tmp_path):
     loaded = load_model(str(tmp_path / "m.gguf"), device="cpu", dtype="auto", cache_dir=tmp_path)
     assert loaded.eos_token_ids == {256, 65}
     assert "plain" == loaded.tokenizer.chat_template
+
+
+def test_of_a_model_whose_engine_is_elsewhere_the_text_alone_is_converted(tmp_path):
+    write_tiny(tmp_path / "tiny.gguf")
+    whole = describe_folder(str(tmp_path / "tiny.gguf"), tmp_path / "a")
+    text = describe_folder(str(tmp_path / "tiny.gguf"), tmp_path / "b", text_alone=True)
+    assert [[True], [False]] == [
+        [(each.folder / "model.safetensors").exists()] for each in (whole, text)
+    ]
+    assert whole.tokenizer.digest == text.tokenizer.digest
+    assert (whole.vocab_size, whole.eos_token_ids) == (text.vocab_size, text.eos_token_ids)
+    again = describe_folder(str(tmp_path / "tiny.gguf"), tmp_path / "a", text_alone=True)
+    assert whole.folder == again.folder, "what is there is used"
 
 
 def test_a_disk_without_room_for_the_converted_model_is_said(tmp_path):

@@ -67,7 +67,12 @@ def build(
     asks the engine what it is. Raises ConfigError, ModelError and the node's errors."""
     promise = _promise(settings)
     logger.info(promise.text)
-    spoken = describe_folder(settings.model.name, models_path(settings.server.data_dir), progress)
+    spoken = describe_folder(
+        settings.model.name,
+        models_path(settings.server.data_dir),
+        progress,
+        text_alone=bool(settings.engine.urls),
+    )
     adapters = read_adapters(settings.model.adapters)
     digests = {name: adapter.digest for name, adapter in adapters.items()}
     with ExitStack() as opening:
