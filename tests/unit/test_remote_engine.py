@@ -92,6 +92,10 @@ async def when_let(name):
     yield made([1], "stop")
 
 
+async def failing(name):
+    yield made([1], "error")
+
+
 async def refused(name):
     raise RemoteFault("The engine answered 500.")
     yield {}
@@ -149,11 +153,11 @@ def house(request):
         yield running
 
 
-def asked(name="r", num_tokens=32, n=1, share="a", **more):
+def asked(name="r", num_tokens=32, n=1, share="a", max_tokens=None, **more):
     return Request(
         request_id=name,
         tokens=array("i", range(num_tokens)),
-        params=SamplingParams(n=n),
+        params=SamplingParams(n=n, max_tokens=max_tokens),
         scope=CacheScope(),
         share=share,
         **more,
@@ -208,6 +212,21 @@ def test_a_request_that_was_ended_before_it_began_costs_nothing(house, n):
     house.engine.abort("r")
     [last] = house.until_last()
     assert (FinishReason.ABORT, 0) == (last.finish, last.counts.prompt)
+
+
+@pytest.mark.parametrize("house", [failing], indirect=True)
+def test_an_end_that_the_engine_calls_an_error_is_one(house):
+    house.engine.submit(asked())
+    last = house.until_last()[-1]
+    assert (FinishReason.ERROR, (1,)) == (last.finish, last.tokens)
+    assert "ended the request with an error" in (last.error or "")
+
+
+@pytest.mark.parametrize("house", [two_tokens], indirect=True)
+def test_of_a_request_for_no_tokens_the_one_that_is_made_is_dropped(house):
+    house.engine.submit(asked(max_tokens=0))
+    [last] = house.until_last()
+    assert ((), 32, 0) == (last.tokens, last.counts.prompt, last.counts.output)
 
 
 @pytest.mark.parametrize("house", [refused], indirect=True)
