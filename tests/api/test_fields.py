@@ -109,21 +109,6 @@ def test_every_field_of_an_object_within_is_read_or_known_to_change_nothing(path
         assert set() == names - UNREAD[path].get(where, set()), where
 
 
-def test_a_clients_new_field_is_found():
-    """The tests above read the clients' own types, so a new version shows its new fields."""
-
-    class Options(openai_chat.PromptCacheOptions, total=False):
-        warm_until: str
-
-    class Body(openai_chat.CompletionCreateParamsStreaming, total=False):
-        prompt_cache_options: Options  # type: ignore[misc]
-        forecast: bool
-
-    (protocol,) = (each for each in PROTOCOLS if each.path == CHAT)
-    assert "forecast" in set(Body.__annotations__) - {name for name, _, _ in protocol.fields()}
-    assert {"warm_until"} == dict(unread([Body], [protocol.body]))["prompt_cache_options"]
-
-
 async def test_an_assistants_refusal_is_its_text_and_old_calls_are_refused(client, house):
     turn = {"role": "assistant", "content": None, "refusal": "No."}
     asked = [*HELLO["messages"], turn, *HELLO["messages"]]
@@ -256,17 +241,6 @@ async def test_writes_and_marked_tokens_are_in_every_usage(client, house):
         assert 1 == details["cached_tokens"] == details["cached_tokens_details"]["device"]
     usage = (await client.post("/v1/messages", json=BODIES["/v1/messages"])).json()["usage"]
     assert 1 == usage["cache_read_input_tokens_details"]["device"]
-
-
-@pytest.mark.parametrize("name", ["prefix", "partial"])
-async def test_the_last_message_is_continued(client, house, name):
-    said = {"role": "assistant", "content": "Once"}
-    asked = HELLO | {"messages": [*HELLO["messages"], said]}
-    await client.post(CHAT, json=asked | {"continue_final_message": True})
-    expected = house.engine.requests[-1].tokens
-    asked["messages"][-1] = said | {name: True}
-    assert 200 == (await client.post(CHAT, json=asked)).status_code
-    assert expected == house.engine.requests[-1].tokens
 
 
 def part(text: str, **mark: object) -> dict[str, Any]:

@@ -310,23 +310,6 @@ async def test_one_tenant_leaves_places_in_the_engine_to_others():
             assert 200 == (await client.post("/v1/completions", json=several)).status_code
 
 
-async def test_a_store_that_fails_lets_requests_in():
-    class Broken(MemoryStorage):
-        async def get(self, key: str) -> int:
-            raise StorageError(OSError("redis is gone"))
-
-        async def incr(self, key: str, expiry: float, amount: int = 1) -> int:
-            raise StorageError(OSError("redis is gone"))
-
-    limits = WindowLimits(LimitSettings(tenant=Quota(requests=1, miss_tokens=1)), Broken())
-    admitted = 0
-    for _ in range(3):
-        permit = await limits.admit(ACME)
-        await permit.close(Usage(miss=5))
-        admitted += 1
-    assert 3 == admitted, "a quota of one request held although its store was gone"
-
-
 async def test_a_store_that_fails_is_asked_again_after_a_while():
     class Failing(MemoryStorage):
         num_asked = 0

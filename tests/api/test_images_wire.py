@@ -100,13 +100,6 @@ async def test_an_image_is_refused_by_its_place_with_what_to_do(client, house, p
     assert not house.engine.requests
 
 
-async def test_a_completions_prompt_is_text_or_token_ids(client, house):
-    for prompt in ([OF_CHAT], OF_CHAT):
-        refused = await client.post("/v1/completions", json={"model": "bytes", "prompt": prompt})
-        assert (400, "prompt") == (refused.status_code, refused.json()["error"]["param"])
-    assert not house.engine.requests
-
-
 def _bodies_with(address: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Each place of a request in which some server somewhere reads a URL."""
     schema = {"type": "object", "properties": {"a": {"$ref": address}}}

@@ -268,6 +268,8 @@ BEGUN_IN_PARTS = {"role": "assistant", "content": [{"type": "text", "text": "Onc
         (MESSAGES, {"messages": [HI, BEGUN_IN_PARTS], "max_tokens": 50}),
         ("/v1/responses", {"input": [HI, BEGUN]}),
         ("/v1/chat/completions", {"messages": [HI, BEGUN | {"prefix": True}]}),
+        ("/v1/chat/completions", {"messages": [HI, BEGUN | {"partial": True}]}),
+        ("/v1/chat/completions", {"messages": [HI, BEGUN], "continue_final_message": True}),
     ],
 )
 async def test_a_last_message_of_the_assistant_is_continued(client, house, path, asked):

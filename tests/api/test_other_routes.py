@@ -8,7 +8,6 @@ from pathlib import Path
 import httpx
 import pytest
 import structlog.testing
-from fastapi import APIRouter
 from starlette.routing import Match, Route
 
 from api.app import AREAS, create_app
@@ -95,15 +94,6 @@ async def test_alive_and_ready_are_two_questions(house):
             metrics.text,
             metrics.headers["content-type"],
         )
-    house.close()
-
-
-async def test_further_routers_are_mounted(house):
-    router = APIRouter()
-    router.add_api_route("/admin/hello", lambda: {"hello": "admin"})
-    transport = httpx.ASGITransport(create_app(house.wire, routers=[router]))
-    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-        assert {"hello": "admin"} == (await client.get("/admin/hello")).json()
     house.close()
 
 

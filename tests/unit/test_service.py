@@ -15,7 +15,6 @@ import pytest
 from cachesvc.config.errors import ConfigError
 from cachesvc.config.places import disk_path
 from cachesvc.config.sections import ServerSection
-from cachesvc.operator.secret import read_secret
 from cachesvc.server.http import Timed
 from cachesvc.server.listen import bind, check_address, is_loopback, listen, make_data_dir
 from cachesvc.server.watch import ServerWatch
@@ -108,14 +107,6 @@ def test_tiers_that_cannot_be_are_refused_before_torch_is_imported(tmp_path, mon
     monkeypatch.setenv("CACHESVC_CACHE__REMOTE_URL", "redis://127.0.0.1:1")
     monkeypatch.setenv("CACHESVC_CACHE__REMOTE_KEY_FILE", str(tmp_path / "nothing"))
     assert "False ConfigurationError" == refused_without_torch(tmp_path, "--port", "0")
-
-
-def test_the_secret_is_made_once_and_for_its_owner_alone(tmp_path):
-    secret = read_secret(tmp_path)
-    assert 32 == len(secret)
-    assert secret == read_secret(tmp_path)
-    assert 0o600 == stat.S_IMODE((tmp_path / "secret").stat().st_mode)
-    assert [tmp_path / "secret"] == list(tmp_path.iterdir())
 
 
 def test_the_data_directory_is_private_and_not_shared_by_two_servers(tmp_path):

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Sequence
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
@@ -52,11 +53,26 @@ def link():
 
 
 @pytest.fixture
-def planner(link):
-    made = Planner(EngineIdentity(SCOPE, (WHOLE,), 1), {LAYOUT: link}, wait_s=0)
+def planning():
+    """Makes planners of an engine with these groups, over `link` where there is one; closes all."""
+    with ExitStack() as made:
+
+        def make(*groups, ranks=1, link=None, **more):
+            links = {group.layout: link for group in groups} if link else {}
+            identity = EngineIdentity(SCOPE, groups, ranks)
+            planner = Planner(identity, links, wait_s=120 if link else 0, **more)
+            made.callback(planner.close)
+            return planner
+
+        yield make
+
+
+@pytest.fixture
+def planner(planning, link):
+    made = planning(WHOLE, link=link)
+    made.wait_s = 0
     yield made
     link.close()
-    made.close()
 
 
 def request(num_tokens: int = 4 * SIZE, name: str = "a", salt: str | None = None) -> Any:
@@ -122,14 +138,13 @@ def test_an_answer_for_fewer_tokens_than_vllm_has_now_is_not_used(planner, link)
     assert [3, 2] == [len(ids) for ids in link.asked]
 
 
-def test_a_block_is_held_when_every_rank_has_its_part(link):
+def test_a_block_is_held_when_every_rank_has_its_part(planning, link):
     link.may_answer.set()
-    planner = Planner(EngineIdentity(SCOPE, (WHOLE,), 2), {LAYOUT: link}, wait_s=120)
+    planner = planning(WHOLE, ranks=2, link=link)
     first, second = rank_roots(SCOPE.root(), 2)
     link.held_by[second] = [TierName.DISK]
     assert SIZE == planner.match(request(), 0)
     assert [first, second] == [ids[0].scope for ids in link.asked]
-    planner.close()
 
 
 @pytest.mark.parametrize(
@@ -154,19 +169,13 @@ def test_a_failed_load_is_not_tried_again_for_its_request(planner, link, bad, hi
 
 
 @pytest.fixture
-def stepping(link):
+def stepping(planning, link):
     """A planner of an engine whose loop knows a step's end before it plans the next."""
     link.tiers = [TierName.HOST, TierName.DISK]
     link.may_answer.set()
-    made = Planner(
-        EngineIdentity(SCOPE, (WHOLE,), 1),
-        {LAYOUT: link},
-        wait_s=120,
-        may_load_in_step=True,
-    )
+    made = planning(WHOLE, link=link, may_load_in_step=True)
     made.saves.bind(Blocks())
-    yield made
-    made.close()
+    return made
 
 
 def begin(planner: Planner, name: str, blocks: Sequence[int] = (7, 8, 9, 10)) -> bool:
@@ -199,19 +208,13 @@ def test_a_step_waits_for_no_remote_tier_nor_for_a_slow_one(stepping, link):
 @pytest.mark.parametrize(
     ("groups", "may"), [((WHOLE,), False), ((WHOLE, WINDOW), True), ((WINDOW,), True)]
 )
-def test_a_step_waits_only_where_a_load_that_falls_short_can_be_mended(link, groups, may):
+def test_a_step_waits_only_where_a_load_that_falls_short_can_be_mended(planning, link, groups, may):
     link.tiers = [TierName.HOST] * 3
     link.may_answer.set()
-    planner = Planner(
-        EngineIdentity(SCOPE, groups, 1),
-        {group.layout: link for group in groups},
-        wait_s=120,
-        may_load_in_step=may,
-    )
+    planner = planning(*groups, link=link, may_load_in_step=may)
     asked = request()
     assert matched(planner, asked)
     assert not planner.loads_in_step(asked)
-    planner.close()
 
 
 def test_nobody_finds_what_a_step_computed_without_all_of_its_load(stepping):
@@ -273,16 +276,12 @@ class Held(Link):
         (range(8), (), 0),
     ],
 )
-def test_a_prefix_ends_where_every_group_can_resume(window, state, num_blocks):
+def test_a_prefix_ends_where_every_group_can_resume(planning, window, state, num_blocks):
     """A window of five tokens back reaches into two blocks; a state is needed at the very end."""
     groups = (WHOLE, WINDOW, STATE)
     roots = group_roots(SCOPE.root(), 3)
     link = Held(dict(zip(roots, (set(range(8)), set(window), set(state)), strict=True)))
-    planner = Planner(
-        EngineIdentity(SCOPE, groups, 1),
-        {group.layout: link for group in groups},
-        wait_s=120,
-    )
+    planner = planning(*groups, link=link)
     asked = request(9 * SIZE)
     assert num_blocks * SIZE == planner.match(asked, 0)
     if num_blocks == 8:
@@ -294,7 +293,6 @@ def test_a_prefix_ends_where_every_group_can_resume(window, state, num_blocks):
         ]
         assert {"a": {}} == planner.fell_short((), ["a"]), "it begins anew"
         assert 0 == planner.match(asked, 0)
-    planner.close()
 
 
 class Blocks:
@@ -320,9 +318,9 @@ class Blocks:
             assert self.users[block] >= 0
 
 
-def test_a_window_and_a_state_are_held_until_every_rank_has_stored_them():
+def test_a_window_and_a_state_are_held_until_every_rank_has_stored_them(planning):
     groups = (WHOLE, WINDOW, STATE)
-    planner = Planner(EngineIdentity(SCOPE, groups, 2), {}, wait_s=0)
+    planner = planning(*groups, ranks=2)
     pool, asked = Blocks(), request(6 * SIZE)
     planner.saves.bind(pool)
     tables = [[1, 2, 3, 4, 5, 6], [11, 12, 13, 14, 15, 16], [0, 0, 0, 24, 25, 0]]
@@ -350,15 +348,14 @@ def test_a_window_and_a_state_are_held_until_every_rank_has_stored_them():
     assert [(0, (1, 2, 3, 4, 5)), (1, (15,))] == [(p.group, p.blocks) for p in last.pieces]
     planner.saves.saved({last.name: 2})
     assert not any(pool.users) and not planner.is_busy
-    planner.close()
 
 
-def held_states(num_bytes: int, *, begins: int = 0) -> list[int]:
+def held_states(planning, num_bytes: int, *, begins: int = 0) -> list[int]:
     """The blocks whose states are held of a prompt of 16, computed in steps of one block, from
     block `begins` on."""
     size = state_layout(1, num_bytes // 4, SIZE, "float32")
     group = KvGroup(1, ("d",), size, window=2, is_aligned=True)
-    planner = Planner(EngineIdentity(SCOPE, (WHOLE, group), 1), {}, wait_s=0)
+    planner = planning(WHOLE, group)
     pool, asked = Blocks(), request(16 * SIZE)
     planner.saves.bind(pool)
     planner.allocated(asked, [[], []], 0)
@@ -367,16 +364,15 @@ def held_states(num_bytes: int, *, begins: int = 0) -> list[int]:
         state = SimpleNamespace(get_block_ids=lambda name, t=tables: t, boundary_state_offloads={})
         asked.num_computed_tokens = block * SIZE
         planner.saves.step(state, {"a": SIZE})
-    planner.close()
     return [block for block in range(16) if pool.users[50 + block]]
 
 
-def test_states_are_held_at_distances_that_double_until_they_weigh_as_much_as_other_kv():
+def test_states_are_held_at_distances_that_double_until_they_weigh_as_much_as_other_kv(planning):
     block_bytes = WHOLE.layout.nbytes
-    assert [0, 1, 3, 7, 15] == held_states(16 * block_bytes)
-    assert [0, 1, 3, 7, 11, 15] == held_states(4 * block_bytes)
-    assert [*range(16)] == held_states(block_bytes)
-    assert [11, 15] == held_states(4 * block_bytes, begins=8), "it began with a state"
+    assert [0, 1, 3, 7, 15] == held_states(planning, 16 * block_bytes)
+    assert [0, 1, 3, 7, 11, 15] == held_states(planning, 4 * block_bytes)
+    assert [*range(16)] == held_states(planning, block_bytes)
+    assert [11, 15] == held_states(planning, 4 * block_bytes, begins=8), "it began with a state"
 
 
 def ended(planner: Planner, name: str, blocks: Sequence[int]) -> None:
@@ -390,8 +386,8 @@ def stored(planner: Planner) -> list[int]:
     return [sum(len(piece.blocks) for piece in save.pieces) for save in planner.saves.take()]
 
 
-def test_a_node_that_hangs_keeps_half_of_vllms_blocks_or_one_request():
-    planner = Planner(EngineIdentity(SCOPE, (WHOLE,), 1), {}, wait_s=0)
+def test_a_node_that_hangs_keeps_half_of_vllms_blocks_or_one_request(planning):
+    planner = planning(WHOLE)
     pool = Blocks()
     planner.saves.bind(pool)
     ended(planner, "long", range(1, 91))
@@ -409,11 +405,10 @@ def test_a_node_that_hangs_keeps_half_of_vllms_blocks_or_one_request():
     assert [20] == stored(planner)
     planner.saves.saved({"c 4": 1, "d 5": 1})
     assert not any(pool.users) and not planner.is_busy
-    planner.close()
 
 
-def test_windows_that_wait_for_their_stores_count_as_held():
-    planner = Planner(EngineIdentity(SCOPE, (WHOLE, WINDOW), 1), {}, wait_s=0)
+def test_windows_that_wait_for_their_stores_count_as_held(planning):
+    planner = planning(WHOLE, WINDOW)
     pool, asked = Blocks(), request(60 * SIZE)
     planner.saves.bind(pool)
     tables = [list(range(1, 61)), [*range(40, 100)]]
@@ -428,11 +423,10 @@ def test_windows_that_wait_for_their_stores_count_as_held():
     asked.num_computed_tokens = 50 * SIZE
     planner.saves.step(state, {"a": 10 * SIZE})
     assert 0 == sum(pool.users)
-    planner.close()
 
 
-def test_blocks_of_a_request_that_is_preempted_are_given_up():
-    planner = Planner(EngineIdentity(SCOPE, (WHOLE, WINDOW), 1), {}, wait_s=0)
+def test_blocks_of_a_request_that_is_preempted_are_given_up(planning):
+    planner = planning(WHOLE, WINDOW)
     pool, asked = Blocks(), request(6 * SIZE)
     planner.saves.bind(pool)
     tables = [[1, 2], [11, 12]]
@@ -443,7 +437,6 @@ def test_blocks_of_a_request_that_is_preempted_are_given_up():
     assert 1 == pool.users[12]
     planner.allocated(asked, tables, 0)
     assert not any(pool.users)
-    planner.close()
 
 
 @pytest.mark.parametrize(
