@@ -19,7 +19,6 @@ from api.access.rate_limits import Permit
 from api.collaborators import Collaborators
 from api.context import Arrival, RequestLog
 from api.job import Asked, Delivered, Job, Served
-from api.journal.journal import RequestTrail
 from api.requests.delivery import Delivery, DeliveryResponse, Producer
 from api.requests.generation import Generation
 from api.requests.idempotency import claim, replayed
@@ -34,10 +33,6 @@ from billing.idempotency import FirstAnswer
 from billing.keys import Principal
 from billing.usage import EMPTY, HIT_CLASSES
 from engine.bounds import check_params
-
-
-def trail_of(request: Request) -> RequestTrail:
-    return RequestTrail(request.url.path, request.headers.get("traceparent", "")[:256])
 
 
 def asked_for(request: Request, extension: Extension) -> Asked:
@@ -76,7 +71,7 @@ async def deliver(
     if isinstance(claimed, FirstAnswer):
         log.add(replay_of=claimed.request_id)
         return replayed(claimed, stream=stream)
-    ending = _Ending(log, wire, job, principal, trail_of(request))
+    ending = _Ending(log, wire, job, principal, request)
     async with AsyncExitStack() as held:
         held.push(ending.refused)
         if claimed is not None:
@@ -135,14 +130,20 @@ class _Ending:
         wire: Collaborators,
         job: Job,
         principal: Principal,
-        trail: RequestTrail,
+        request: Request,
     ) -> None:
         self._log = log
         self._wire = wire
         self._parts = wire.inference.engine_of(job.model)
         self._job = job
         journal = wire.records.journal
-        self._record = journal.record(job, principal, client_id=log.client_id, trail=trail)
+        self._record = journal.record(
+            job,
+            principal,
+            client_id=log.client_id,
+            route=request.url.path,
+            trace_parent=request.headers.get("traceparent", "")[:256],
+        )
         self._usage = EMPTY
         self._held = AsyncExitStack()
         log.add(

@@ -34,6 +34,12 @@ if TYPE_CHECKING:
     from redis.asyncio import ConnectionPool
 
 CONCURRENCY_RETRY_S = 1  # when a place becomes free is not known
+# What is counted by the minute: its name in OpenAI's headers, its field of `Quota`, its words.
+COUNTED = (
+    ("requests", "requests", "requests"),
+    ("tokens", "miss_tokens", "cache-miss tokens"),
+    ("output-tokens", "output_tokens", "output tokens"),
+)
 STORE_TIMEOUT_S = 0.5  # a Redis nearby answers in a millisecond; one that takes longer is down
 
 
@@ -85,6 +91,7 @@ class _Window:
     holder: Holder
     what: str
     item: RateLimitItem
+    words: str
 
 
 class _Reading(NamedTuple):
@@ -140,12 +147,9 @@ class WindowLimits:
         if self._pool is not None:
             await self._pool.aclose()
 
-    async def leave(self, member: str) -> None:
-        """Gives a request's place back."""
+    async def leave(self, member: str, windows: Sequence[_Window], usage: Usage) -> None:
+        """Gives a request's place back, and counts what it used against its windows."""
         await self._places.leave(member)
-
-    async def book(self, windows: Sequence[_Window], usage: Usage) -> None:
-        """Counts what a request used against its windows."""
         used = {"tokens": usage.miss, "output-tokens": usage.output}
         for window in windows:
             cost = used.get(window.what, 0)
@@ -219,55 +223,40 @@ class Permit:
 
     async def close(self, usage: Usage) -> None:
         """Gives the place back and counts what was used. Called once."""
-        await self.limits.leave(self.member)
-        await self.limits.book(self.windows, usage)
+        await self.limits.leave(self.member, self.windows, usage)
 
 
 def open_limits(
     settings: LimitSettings, url: str, overrides: Overrides = lambda tenant: {}
 ) -> WindowLimits:
     """Limits counted at `memory://` or a `redis://` URL. Raises `limits`' ConfigurationError."""
-    if url.startswith("memory"):
-        return WindowLimits(settings, open_storage(url), overrides=overrides)
-    from redis.asyncio import ConnectionPool
+    places, pool, breaker = None, None, CircuitBreaker()
+    options: dict[str, Any] = {}
+    if not url.startswith("memory"):
+        from redis.asyncio import ConnectionPool
 
-    timeouts = {"socket_timeout": STORE_TIMEOUT_S, "socket_connect_timeout": STORE_TIMEOUT_S}
-    pool = ConnectionPool.from_url(url, **timeouts)
-    storage = open_storage(url, connection_pool=pool)
-    breaker = CircuitBreaker()
-    places = RedisPlaces(pool, breaker=breaker)
+        timeouts = {"socket_timeout": STORE_TIMEOUT_S, "socket_connect_timeout": STORE_TIMEOUT_S}
+        pool = ConnectionPool.from_url(url, **timeouts)
+        places = RedisPlaces(pool, breaker=breaker)
+        options = {"connection_pool": pool, "implementation": "redispy"}
+    storage = storage_from_string(f"async+{url}", wrap_exceptions=True, **options)
+    assert isinstance(storage, Storage), url
     return WindowLimits(settings, storage, places, pool, breaker, overrides)
 
 
-def open_storage(url: str, **options: Any) -> Storage:
-    """The store of windows at a URL. Its errors are raised as StorageError."""
-    if not url.startswith("memory"):
-        options["implementation"] = "redispy"
-    storage = storage_from_string(f"async+{url}", wrap_exceptions=True, **options)
-    assert isinstance(storage, Storage), url
-    return storage
-
-
 def _windows(holder: Holder, quota: Quota) -> Iterator[_Window]:
-    amounts = {
-        "requests": quota.requests,
-        "tokens": quota.miss_tokens,
-        "output-tokens": quota.output_tokens,
-    }
-    for what, amount in amounts.items():
-        if amount is not None:
-            namespace = f"cachesvc-{what}"
-            yield _Window(holder, what, RateLimitItemPerMinute(amount, namespace=namespace))
+    for what, name, words in COUNTED:
+        if (amount := getattr(quota, name)) is not None:
+            item = RateLimitItemPerMinute(amount, namespace=f"cachesvc-{what}")
+            yield _Window(holder, what, item, words)
 
 
 def _refusal(worst: _Reading, readings: Sequence[_Reading]) -> RateLimited:
     window, wait_s = worst.window, max(1, round(worst.reset_s + 0.5))
     hint = " Prompt tokens served from the cache do not count." if window.what == "tokens" else ""
-    words = {"tokens": "cache-miss tokens", "output-tokens": "output tokens"}
-    what = words.get(window.what, window.what)
     return RateLimited(
-        f"This {window.holder.kind} has used its {window.item.amount} {what} of this minute; "
-        f"retry in {wait_s} s.{hint}",
+        f"This {window.holder.kind} has used its {window.item.amount} {window.words} of this "
+        f"minute; retry in {wait_s} s.{hint}",
         headers={"Retry-After": str(wait_s), **_headers(readings)},
     )
 

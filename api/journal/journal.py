@@ -56,17 +56,6 @@ class Failure:
     message: str
 
 
-@dataclass(frozen=True, slots=True)
-class RequestTrail:
-    """The request's route, and the client's W3C trace context, if any."""
-
-    route: str = ""
-    trace_parent: str = ""
-
-
-NO_TRAIL = RequestTrail()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestRecord:
     """One request. `served` and `bill` are None for a refused request, `bill` for a running one."""
@@ -84,7 +73,8 @@ class RequestRecord:
     scope: PrefixKey  # the root of its prefixes
     arrived_s: float  # Unix time
     state: State
-    trail: RequestTrail = NO_TRAIL
+    route: str = ""
+    trace_parent: str = ""  # the client's W3C trace context
     prompts: "tuple[array[int], ...]" = ()  # token ids, only if the operator keeps them
     served: Served | None = None
     bill: Bill | None = None
@@ -131,7 +121,13 @@ class Journal:
             self._add(record)
 
     def record(
-        self, job: Job, principal: Principal, *, client_id: str, trail: RequestTrail = NO_TRAIL
+        self,
+        job: Job,
+        principal: Principal,
+        *,
+        client_id: str,
+        route: str = "",
+        trace_parent: str = "",
     ) -> RequestRecord:
         """Of a request that arrives now, for `begin` or `refuse`."""
         return RequestRecord(
@@ -148,7 +144,8 @@ class Journal:
             scope=job.scope.root(),
             arrived_s=time.time(),
             state=State.RUNNING,
-            trail=trail,
+            route=route,
+            trace_parent=trace_parent,
             prompts=job.prompts if self.settings.keep_prompts else (),
             promise=job.model.promise,
         )

@@ -80,7 +80,7 @@ class RequestTracer:
             began_ns = timeline.arrival_ns + offset_ns
         span = self._tracer.start_span(
             f"{operation(record)} {record.model}",
-            context=self._extract({"traceparent": record.trail.trace_parent}),
+            context=self._extract({"traceparent": record.trace_parent}),
             kind=self._otel.SpanKind.SERVER,
             attributes=attributes(record),
             start_time=began_ns,
@@ -103,7 +103,7 @@ class RequestTracer:
 
 
 def operation(record: RequestRecord) -> str:
-    return "chat" if record.trail.route in CHAT_ROUTES else "text_completion"
+    return "chat" if record.route in CHAT_ROUTES else "text_completion"
 
 
 def attributes(record: RequestRecord) -> Attributes:
@@ -116,7 +116,7 @@ def attributes(record: RequestRecord) -> Attributes:
         "gen_ai.request.stream": record.stream,
         "gen_ai.request.choice.count": record.num_choices,
         "gen_ai.usage.input_tokens": record.prompt_tokens,
-        "http.route": record.trail.route,
+        "http.route": record.route,
         "cachesvc.tenant": record.tenant,
     }
     if record.session:

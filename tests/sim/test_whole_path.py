@@ -24,10 +24,11 @@ from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 import pytest
+from limits.aio.storage import MemoryStorage
 
 from api.access.concurrency import LocalPlaces
 from api.access.overload import QueueBound
-from api.access.rate_limits import LimitSettings, Quota, WindowLimits, open_storage
+from api.access.rate_limits import LimitSettings, Quota, WindowLimits
 from api.app import create_app
 from api.requests.bridge import OutputBridge
 from billing.budgets import remove_budget, set_budget
@@ -167,7 +168,7 @@ class Life:
             house.wire,
             access=replace(
                 house.wire.access,
-                limits=WindowLimits(limits, open_storage("memory://"), self.places),
+                limits=WindowLimits(limits, MemoryStorage(), self.places),
             ),
             inference=replace(house.wire.inference, engines=[parts], bridge=bridge),
             settings=replace(
