@@ -27,7 +27,7 @@ PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do \
 
 .DEFAULT_GOAL := help
 .PHONY: help setup serve test test-vllm test-clients check lint format types imports bench soak gpu-check e2e docs \
-	site models pictures pins wheel clean
+	site models pins wheel clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -121,10 +121,6 @@ models: $(TESTS) ## Write the tables of docs/models.md from tiny models of every
 site: $(TESTS) ## Build the docs as a site with a search into build/site
 	@$(BIN)/python -c "import mkdocs" 2>/dev/null || $(PIP) $(PINNED) -q -r requirements-site.txt
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build  # without -q, which would let broken links pass
-
-pictures: $(TESTS) ## Take the pictures of the first start and the dashboard in docs/images anew (five minutes)
-	$(BIN)/python -m tests.start_picture
-	$(BIN)/python -m tests.dashboard_pictures
 
 wheel: $(STAMP) ## Build the wheel into dist/
 	$(PIP) wheel -q --no-deps --no-build-isolation -w dist .
