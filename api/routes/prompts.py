@@ -15,8 +15,7 @@ from api.errors import InvalidRequest, Unsupported
 from api.requests.turns import TurnReplay
 from api.served_model import ServedModel
 from api.shapes.schemas import ChatBody
-from api.shapes.template_arguments import SWITCHES, template_arguments
-from api.shapes.tooling import Tooling, tooling_of
+from api.shapes.template import SWITCHES, Tooling, template_arguments, tooling_of
 from api.tools.history import for_template
 from api.tools.reasoning import OPEN
 from api.tools.steering import steered

@@ -13,13 +13,14 @@ from api.shapes.breakpoints import CacheControl
 from api.shapes.fields import MESSAGES, ignored_names, refuse_unserved
 from api.shapes.message import text_only
 from api.shapes.schemas import ChatBody, Extension, Salt
-from api.shapes.template_arguments import fitting_thinking
+from api.shapes.template import fitting_thinking
 from api.shapes.translation import Plain, chat_body, going_on, merged_systems
 from api.shapes.turns import ContentBlock, TurnMessage, system_content, turn_messages
 from engine.bounds import MAX_COUNT
 
 _SAME_FIELDS = (  # of a message and a chat
     *("max_tokens", "stream", "temperature", "top_p", "top_k", "service_tier", "cache_salt"),
+    "cachesvc",
 )
 
 
@@ -117,7 +118,7 @@ class CountBody(Body):
                 else not choice.disable_parallel_tool_use,
                 "reasoning_effort": output.effort,
                 "response_format": _format(form),
-                "cache_control": self.cache_control and self.cache_control.model_dump(),
+                "cache_control": self.cache_control,
                 "thinking": fitting_thinking(self.thinking, model.tokenizer.chat_template),
                 **self._answer(),
             }
@@ -178,7 +179,6 @@ class MessagesBody(CountBody):
         return {name: getattr(self, name) for name in _SAME_FIELDS} | {
             "stop": self.stop_sequences or None,
             "user": self.metadata.user_id if self.metadata else None,
-            "cachesvc": self.cachesvc.model_dump() if self.cachesvc else None,
         }
 
 
@@ -189,9 +189,7 @@ def _function(number: int, tool: AnthropicTool) -> Plain:
         )
     more = tool.model_dump(include={"description", "strict"}, exclude_none=True)
     function = {"name": tool.name, "parameters": tool.input_schema, **more}
-    marked = tool.cache_control
-    mark = {} if marked is None else {"cache_control": marked.model_dump()}
-    return {"type": "function", "function": function, **mark}
+    return {"type": "function", "function": function, "cache_control": tool.cache_control}
 
 
 def _chosen(choice: AnthropicChoice) -> object:

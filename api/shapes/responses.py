@@ -27,6 +27,7 @@ _TEXTS = frozenset({"input_text", "output_text", "text", "refusal", "reasoning_t
 _SAME_FIELDS = (  # of a response and a chat
     *("stream", "temperature", "top_p", "metadata", "user", "service_tier", "safety_identifier"),
     *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "cache_salt"),
+    "cachesvc",
 )
 # What is stored and shown again: other fields cost no tokens, so they would be free storage.
 _TOOL_FIELDS = ("type", "name", "description", "parameters", "strict")
@@ -138,7 +139,6 @@ class ResponsesBody(Body):
                 "reasoning_effort": self.reasoning.effort if self.reasoning else None,
                 "response_format": form,
                 "max_completion_tokens": self.max_output_tokens,
-                "cachesvc": self.cachesvc.model_dump() if self.cachesvc else None,
                 **{name: getattr(self, name) for name in _SAME_FIELDS},
             }
         )

@@ -10,7 +10,7 @@ from typing import Any
 from api.errors import InvalidRequest, Unsupported
 from api.served_model import ServedModel
 from api.shapes.schemas import ChatBody, GenerationBody
-from api.shapes.tooling import Tooling
+from api.shapes.template import Tooling
 from api.tools.choice import either_grammar, forced_grammar, strict_grammar
 from api.tools.style import Style
 from engine.request import SamplingParams

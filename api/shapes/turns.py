@@ -32,8 +32,7 @@ class ContentBlock(Body):
     @property
     def mark(self) -> Plain:
         """Its mark, as a chat's part or message has it."""
-        marked = self.cache_control
-        return {} if marked is None else {"cache_control": marked.model_dump()}
+        return {"cache_control": self.cache_control} if self.cache_control is not None else {}
 
     @property
     def asks_to_cite(self) -> bool:

@@ -1,15 +1,17 @@
-"""A chat's arguments to the model's template: `chat_template_kwargs`, `thinking` and
-`reasoning_effort`.
+"""What a chat gives its template besides messages: its tools, checked, and its arguments.
 
-An argument is refused if the template does not read it.
+The arguments are `chat_template_kwargs`, `thinking` and `reasoning_effort`. One is refused if the
+template does not read it.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from api.errors import InvalidRequest, Unsupported
 from api.shapes.schemas import ChatBody
+from api.tools.choice import Tool, ToolChoice
 from api.tools.style import thinks
 from engine.structure import check_document
 
@@ -19,6 +21,59 @@ _TAKEN: Final = frozenset(  # set by the server or the renderer
     continue_final_message truncation max_length return_tensors return_dict tokenizer_kwargs
     return_assistant_tokens_mask processor_kwargs template_kwargs""".split()  # noqa: SIM905  a word list
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Tooling:
+    """The tools in the prompt, and whether the model may call them.
+
+    They are in the prompt even if `tool_choice` is none. A prompt with tools in one turn and
+    without them in the next would diverge at its beginning, and the whole conversation would miss.
+    """
+
+    tools: tuple[Tool, ...] = ()
+    choice: ToolChoice = field(default_factory=ToolChoice)
+    strict: bool = False
+    may_call: bool = False
+
+    @property
+    def callable_names(self) -> frozenset[str]:
+        return frozenset(tool.name for tool in self.tools if self.may_call)
+
+
+def tooling_of(body: ChatBody) -> Tooling:
+    """The tools of a body. Raises InvalidRequest."""
+    given = [each.function for each in body.tools or []]
+    check_document([each.parameters for each in given], "tools")
+    tools = tuple(Tool(each.name, each.description or "", each.parameters) for each in given)
+    if len({tool.name for tool in tools}) != len(tools):
+        raise InvalidRequest("Two tools have one name; give each its own.", param="tools")
+    choice = _choice(body, tools)
+    may_call = bool(tools) and body.tool_choice != "none"
+    return Tooling(tools, choice, any(each.strict for each in given), may_call)
+
+
+def _choice(body: ChatBody, tools: Sequence[Tool]) -> ToolChoice:
+    several = body.parallel_tool_calls
+    match body.tool_choice:
+        case None | "auto" | "none":
+            return ToolChoice(several=several is not False)
+        case _ if not tools:
+            raise InvalidRequest("tool_choice needs tools; give some.", param="tool_choice")
+        case "required":
+            return ToolChoice(forced=True, several=several is True)
+        case {"function": {"name": str(name)}, **more} if more.get("type") in (None, "function"):
+            if name not in {tool.name for tool in tools}:
+                raise InvalidRequest(
+                    f"tool_choice names {name[:80]!r}, which is not one of the tools.",
+                    param="tool_choice",
+                )
+            return ToolChoice(forced=True, name=name)
+    raise InvalidRequest(
+        "tool_choice must be 'auto', 'none', 'required' or "
+        '{"type": "function", "function": {"name": "..."}}.',
+        param="tool_choice",
+    )
 
 
 def template_arguments(body: ChatBody, template: str | None) -> dict[str, Any]:
