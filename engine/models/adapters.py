@@ -162,8 +162,7 @@ def _pairs(
         if not key.startswith(_PREFIX) or suffix not in (_A, _B):
             raise AdapterError(
                 f"adapter {name} holds the weight {key}, which is not a low-rank update of a "
-                "linear "
-                f"layer (embeddings, biases, norms and DoRA's magnitudes are not served)"
+                f"linear layer (embeddings, biases, norms and DoRA's magnitudes are not served)"
             )
         halves.setdefault(key[len(_PREFIX) : -len(_A)], {})[suffix] = tensor
     for module_name, half in halves.items():
@@ -235,8 +234,7 @@ def _check_pair(
     if shape is None:
         raise AdapterError(
             f"adapter {name} updates {module_name}, which is not a linear layer between this "
-            "model's "
-            f"embedding and output; it was made for {base}"
+            f"model's embedding and output; it was made for {base}"
         )
     if (a.shape[1], b.shape[0]) != shape or a.shape[0] != b.shape[1]:
         raise AdapterError(

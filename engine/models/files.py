@@ -88,6 +88,11 @@ def find(
     return folder
 
 
+def is_on_hub(name: str) -> bool:
+    """Whether it is a hub id, and not on this machine by that name. Raises ModelError."""
+    return _local(name) is None
+
+
 def digest_of(folder: Path) -> bytes:
     """16 bytes over a model's weights and its config."""
     return digest(sorted([*folder.glob("*.safetensors*"), folder / "config.json"]))

@@ -36,7 +36,7 @@ from engine.models.adapters import load_adapter as read_adapter
 from engine.models.arithmetic import Arithmetic, arithmetic_of
 from engine.models.describe import load_tokenizer
 from engine.models.elementwise import Watch
-from engine.models.files import digest_of, find
+from engine.models.files import digest_of, find, is_on_hub
 from engine.models.gguf import Progress, convert_again
 from engine.models.narrow_file import NarrowFile
 from engine.models.packing import can_pack, has_bfloat16
@@ -150,6 +150,8 @@ def load_model(
         raise ModelError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}, auto")
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()  # what it warns of is refused here
+    if is_on_hub(name):
+        _read_config(Path(name))  # before the weights are fetched
     folder = find(name, cache_dir, report)
     config = _read_config(folder)
     content = digest_of(folder)

@@ -227,12 +227,17 @@ def test_states_that_blocks_cannot_keep_are_refused_in_a_sentence(
 def test_a_model_that_only_other_engines_compute_is_refused_before_its_weights_are_read(
     folder, tmp_path, monkeypatch
 ):
-    """Their digest alone takes minutes for a checkpoint of that size."""
+    """Their digest alone takes minutes for a checkpoint of that size, and hours to fetch."""
     set_config(folder, model_type="deepseek_v32")
     monkeypatch.setattr(load_module, "digest_of", lambda _: pytest.fail("weights are read"))
     says = "serve it with vLLM: --engine vllm, or --engine URL"
     with pytest.raises(ModelError, match=f"^deepseek_v32 has a sparse index .*{says}$"):
         load(folder, tmp_path)
+    config = load_module._load_config(folder)
+    monkeypatch.setattr(load_module, "find", lambda *_: pytest.fail("weights are fetched"))
+    monkeypatch.setattr(load_module, "_load_config", {Path("owner/model"): config}.get)
+    with pytest.raises(ModelError, match=r"^deepseek_v32 has a sparse index"):
+        load("owner/model", tmp_path)
 
 
 @pytest.mark.parametrize(("installed", "says"), [("5.17.0", True), ("5.24.1", False)])
