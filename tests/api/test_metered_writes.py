@@ -8,25 +8,13 @@ from billing.proof import audit
 from engine.request import Lookup
 from tests.api.bank import CHAT, HELLO, PROMPT_TOKENS
 from tests.api.conftest import serving
+from tests.support.billing import card_text, priced
 from tests.support.wire import Script
 from tiers.errors import MissReason
 
 LOOKUP = Lookup((), MissReason.ABSENT, block_size=4)
-CARD = """[card]
-name = "writes"
-version = "1"
-valid_from = 2025-06-01T00:00:00Z
-currency = "CNY"
-[[service]]
-name = "flex"
-factor = "0.5"
-[[model]]
-match = "*"
-hit = "1"
-miss = "2"
-output = "0"
-cache_write = "4"
-"""
+WRITES = {"valid_from": "2025-06-01T00:00:00Z", "factors": {"flex": "0.5"}}
+CARD = card_text("writes", priced("*", "1", "2", "0", cache_write="4"), **WRITES)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +41,8 @@ async def test_computed_tokens_of_kept_blocks_are_a_write(bank, hits, cache, wri
 
 
 async def test_what_a_request_marks_is_hit_and_written_at_its_own_price(bank):
-    explicit = CARD.replace('cache_write = "4"', 'explicit_hit = "0.5"\nexplicit_write = "3"')
+    marks = {"explicit_hit": "0.5", "explicit_write": "3"}
+    explicit = card_text("writes", priced("*", "1", "2", "0", **marks), **WRITES)
     marked = {"type": "text", "text": "hello there", "cache_control": {"type": "ephemeral"}}
     async with serving(bank) as (_, client, house):
         headers = bank.customer(UNITS)

@@ -10,6 +10,7 @@ from billing.prices.cards import parse_card
 from cachesvc.config.errors import ConfigError
 from engine.errors import ModelError
 from tests.api.relaying import ALL, charges, paying, relaying, unreported, usages
+from tests.support.billing import card_text, priced
 from tests.support.stand_in import served
 from tests.support.upstream import (
     CACHED,
@@ -249,23 +250,8 @@ async def test_what_cannot_pass_is_refused_by_name(up, tmp_path):
 
 async def test_a_prompt_that_may_be_long_is_priced_by_what_it_was(up, tmp_path):
     """A card with dearer long prompts: the body's bound is above its length, the prompt is not."""
-    card = """
-[card]
-name = "long"
-version = "1"
-currency = "CNY"
-valid_from = 2026-01-02T00:00:00Z
-[[model]]
-match = "*"
-hit = "1"
-miss = "10"
-output = "20"
-[[model.above]]
-prompt_tokens = 200
-hit = "2"
-miss = "20"
-output = "40"
-"""
+    long = {"prompt_tokens": 200, "hit": "2", "miss": "20", "output": "40"}
+    card = card_text("long", priced("*", "1", "10", "20", above=long))
     async with relaying(tmp_path, up) as (service, client):
         service._money.accounts.apply_card(parse_card(card), by="test")
         await client.post(CHAT, json=body(CHAT))

@@ -17,6 +17,7 @@ from api.relay import passage
 from billing.prices.cards import parse_card
 from tests.api.driver import Visit
 from tests.api.relaying import ALL, bound, charges, paying, quiet, relaying, unreported, usage_of
+from tests.support.billing import card_text, priced
 from tests.support.remote_engine import DONE, event
 from tests.support.stand_in import RESET, WAIT, Script, served
 from tests.support.upstream import (
@@ -264,21 +265,6 @@ def _seen(answer):
     return answer.status_code, answer.json()["error"]["code"]
 
 
-CARD = """
-[card]
-name = "told"
-version = "1"
-currency = "CNY"
-valid_from = 2026-01-02T00:00:00Z
-[[model]]
-match = "*"
-hit = "0.1"
-miss = "1"
-output = "2"
-unreported = "{}"
-"""
-
-
 @pytest.mark.parametrize("price", ["3", "refused"])
 async def test_an_answer_without_a_count_costs_what_the_card_says_or_is_an_error(
     up, tmp_path, monkeypatch, price
@@ -291,7 +277,8 @@ async def test_an_answer_without_a_count_costs_what_the_card_says_or_is_an_error
     asked = [body(CHAT), body(CHAT, stream=True)]
     is_sold = price != "refused"
     async with relaying(tmp_path, up) as (service, client):
-        service._money.accounts.apply_card(parse_card(CARD.format(price)), by="test")
+        card = card_text("told", priced("*", "0.1", "1", "2", unreported=price))
+        service._money.accounts.apply_card(parse_card(card), by="test")
         whole, streamed = [await client.post(CHAT, json=each) for each in asked]
         assert is_sold == (whole.status_code == 200), whole.text
         assert joined([*head, *text]) in streamed.content

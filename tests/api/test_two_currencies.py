@@ -18,22 +18,11 @@ from tests.api.bank import CHAT, HELLO, Bank
 from tests.api.conftest import quiet, running
 from tests.api.test_admin_pages import HTML, Cache
 from tests.support.admin import fake_parts
+from tests.support.billing import card_text, priced
 from tests.support.wire import Script
 from tests.unit.test_tree import BLOCK, add
 
-CARD = """
-[card]
-name = "dollars"
-version = "1"
-valid_from = 2025-01-01T00:00:00Z
-currency = "USD"
-
-[[model]]
-match = "*"
-hit = "1"
-miss = "4"
-output = "8"
-"""
+CARD = card_text("dollars", priced("*", "1", "4", "8"), currency="USD")
 TIERED = CARD.replace('version = "1"', 'version = "2"').replace("2025-01-01", "2025-06-01")
 TIERED += 'hit_disk = "3"\ncache_write = "1"\n'
 JSON = {"accept": "application/json"}

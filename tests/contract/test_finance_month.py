@@ -28,47 +28,20 @@ from billing.reports.statement import statement, statement_csv, statement_json
 from billing.usage import Usage
 from tests.contract.conftest import entries
 from tests.contract.test_independent_rater import Card, cost
-from tests.support.billing import TestLedger, running_ledger
+from tests.support.billing import TestLedger, card_text, priced, running_ledger
 
-PLAN = """[card]
-name = "acme-plan"
-version = "1"
-valid_from = 2024-12-31T00:00:00Z
-currency = "CNY"
-tenants = ["acme"]
-[[service]]
-name = "batch"
-factor = "0.5"
-[[model]]
-match = "*"
-hit = "0.4"
-miss = "4"
-output = "16"
-"""
-LIST = """[card]
-name = "list"
-version = "1"
-valid_from = 2024-12-31T00:00:00Z
-currency = "CNY"
-time_zone = "Asia/Shanghai"
-minimum_cached_tokens = 64
-[[window]]
-name = "night"
-start = "23:00"
-end = "07:30"
-[[service]]
-name = "flex"
-factor = "0.5"
-[[model]]
-match = "*"
-hit = "0.5"
-miss = "5"
-output = "20"
-request = "0.003"
-minimum = "0.01"
-[model.night]
-miss = "3"
-"""
+BEGINS = {"valid_from": "2024-12-31T00:00:00Z"}
+OWN = {"tenants": ["acme"], "factors": {"batch": "0.5"}}
+PLAN = card_text("acme-plan", priced("*", "0.4", "4", "16"), **OWN, **BEGINS)
+LIST = card_text(
+    "list",
+    priced("*", "0.5", "5", "20", request="0.003", minimum="0.01", night={"miss": "3"}),
+    time_zone="Asia/Shanghai",
+    minimum_cached_tokens=64,
+    window=("night", "23:00", "07:30"),
+    factors={"flex": "0.5"},
+    **BEGINS,
+)
 CENT = Decimal("0.01")
 
 

@@ -25,7 +25,7 @@ from billing.reports.receipts import ReceiptSigner, published_keys, receipt_for
 from billing.store.opening import open_store
 from billing.usage import Usage
 from tests.contract.forging import Sql, change, copy, forging, problems
-from tests.support.billing import TestLedger, running_ledger
+from tests.support.billing import TestLedger, card_text, priced, running_ledger
 
 USAGE = Usage(hit_disk=900, miss=100, output=7)
 
@@ -178,21 +178,9 @@ def test_changed_heads_and_heads_of_another_key_are_refused(house, tmp_path):
 
 DAY = 86_400
 BY = {"by": "eve", "reason": "test"}
-CARD = """[card]
-name = "pins"
-version = "1"
-currency = "CNY"
-valid_from = 2025-01-01T00:00:00Z
-[[service]]
-name = "flex"
-factor = "0.5"
-[[model]]
-match = "*"
-hit = "0.1"
-miss = "1"
-output = "100"
-storage_minute = "0.5"
-"""
+CARD = card_text(
+    "pins", priced("*", "0.1", "1", "100", storage_minute="0.5"), factors={"flex": "0.5"}
+)
 
 
 def charge(house: TestLedger, name: str, usage: Usage) -> None:

@@ -1,6 +1,7 @@
 """Parts for tests of billing and of its users: a manual clock and a ready ledger."""
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -96,6 +97,40 @@ class TestLedger:
         self.ledger.top_up(hold, usage=usage).result()
         self.ledger._leases[hold.key] = 0.0
         self.ledger.sweeper.sweep()
+
+
+def priced(match: str, hit: str, miss: str, output: str, **more: Any) -> dict[str, Any]:
+    """A model of a card: prices a million tokens. A window's own are a table of its name."""
+    return {"match": match, "hit": hit, "miss": miss, "output": output, **more}
+
+
+def card_text(
+    name: str,
+    *models: Mapping[str, Any],
+    valid_from: str = "2025-01-01T00:00:00Z",
+    currency: str = "CNY",
+    window: tuple[str, str, str] | None = None,
+    factors: Mapping[str, str] = {},
+    **more: Any,
+) -> str:
+    """A rate card. `window` has a name, a start and an end; `factors` are of service tiers."""
+    head = {"name": name, "version": "1", "currency": currency, **more}
+    lines = ["[card]", f"valid_from = {valid_from}", *_set(head)]
+    if window is not None:
+        lines += ["[[window]]", *_set(dict(zip(("name", "start", "end"), window, strict=True)))]
+    for tier, factor in factors.items():
+        lines += ["[[service]]", *_set({"name": tier, "factor": factor})]
+    for model in models:
+        lines += ["[[model]]", *_set({k: v for k, v in model.items() if isinstance(v, str)})]
+        for below, table in model.items():
+            if isinstance(table, dict):
+                lines += [f"[[model.{below}]]" if below == "above" else f"[model.{below}]"]
+                lines += _set(table)
+    return "\n".join(lines) + "\n"
+
+
+def _set(values: Mapping[str, Any]) -> list[str]:
+    return [f"{name} = {json.dumps(value)}" for name, value in values.items()]
 
 
 def fresh_ledger(file: Path) -> str:

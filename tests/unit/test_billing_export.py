@@ -23,7 +23,7 @@ from billing.store import reports as store_reports
 from billing.usage import Usage
 from cachesvc.cli import app
 from tests.contract.conftest import entries
-from tests.support.billing import TestLedger, running_ledger
+from tests.support.billing import TestLedger, card_text, priced, running_ledger
 
 USAGE = Usage(hit_device=100, hit_disk=900, miss=100, output=7)
 DAY_S = 86_400
@@ -105,31 +105,13 @@ def test_focus_rows_add_up_to_what_was_charged(house):
     assert (("Adjustment", "", "'=1+1"), ("Usage", "Correction", "late")) == (within, later)
 
 
-TWO_MODELS = """[card]
-name = "models"
-version = "1"
-currency = "CNY"
-valid_from = 2025-01-01T00:00:00Z
-minimum_cached_tokens = 64
-[[window]]
-name = "night"
-start = 00:00:00
-end = 08:00:00
-[[model]]
-match = "small"
-hit = "0.1"
-miss = "1"
-output = "2"
-[model.night]
-hit = "0.05"
-miss = "0.5"
-output = "1"
-[[model]]
-match = "*"
-hit = "1"
-miss = "10"
-output = "20"
-"""
+TWO_MODELS = card_text(
+    "models",
+    priced("small", "0.1", "1", "2", night={"hit": "0.05", "miss": "0.5", "output": "1"}),
+    priced("*", "1", "10", "20"),
+    minimum_cached_tokens=64,
+    window=("night", "00:00", "08:00"),
+)
 
 
 def test_one_price_id_is_one_price_of_one_sku(house):
@@ -148,28 +130,13 @@ def test_one_price_id_is_one_price_of_one_sku(house):
     assert 12 <= len([name for name in prices if name.startswith("models/1/")])
 
 
-NIGHTS = """[card]
-name = "nights"
-version = "1"
-currency = "CNY"
-valid_from = 2025-01-01T00:00:00Z
-tenants = ["acme"]
-[[window]]
-name = "night"
-start = 22:00:00
-end = 10:00:00
-[[group]]
-name = "partners"
-tenants = ["acme"]
-factor = "0.5"
-[[model]]
-match = "*"
-hit = "100"
-miss = "1000"
-output = "10"
-request = "0.02"
-minimum = "0.4"
-"""
+NIGHTS = card_text(
+    "nights",
+    priced("*", "100", "1000", "10", request="0.02", minimum="0.4"),
+    tenants=["acme"],
+    window=("night", "22:00", "10:00"),
+)
+NIGHTS += '[[group]]\nname = "partners"\ntenants = ["acme"]\nfactor = "0.5"\n'
 
 
 def charged(house: TestLedger, name: str, usage: Usage, model: str = "small") -> None:
