@@ -8,11 +8,11 @@ the event loop, which none of them blocks.
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from api.cache.owners import Owner, Owners
 from api.errors import BlockNotFound, NotServed
@@ -61,15 +61,6 @@ class Grown:
     tree: Tree
     owners: dict[PrefixKey, Owner]
     cut: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Room:
-    """Bytes of one owner's blocks, by tier."""
-
-    owner: str
-    model: str
-    num_bytes: Mapping[TierName, int]
 
 
 class Explorer:
@@ -162,7 +153,7 @@ class Explorer:
         strangers = ["a scope of no tenant here"] if len(named) < len(roots) else []
         return MissFinding(rows, sibling.hex() if sibling else None, (*named, *strangers))
 
-    async def room(self, blocks: Iterable[BlockView]) -> list[Room]:
+    async def room(self, blocks: Iterable[BlockView]) -> list[dict[str, Any]]:
         """Bytes of each owner in each tier, largest first. `blocks` are those above the disk."""
         owners = await asyncio.to_thread(self.owners.by_root)
         taken: Counter[tuple[PrefixKey, TierName]] = Counter()
@@ -178,8 +169,10 @@ class Explorer:
             owner = owners.get(root)
             row = rows.setdefault((owner.label, owner.model) if owner else NOBODY, {})
             row[tier] = row.get(tier, 0) + num_bytes
-        found = [Room(name, model, row) for (name, model), row in rows.items()]
-        return sorted(found, key=lambda each: -sum(each.num_bytes.values()))
+        found = [
+            {"owner": name, "model": model, "bytes": row} for (name, model), row in rows.items()
+        ]
+        return sorted(found, key=lambda each: -sum(each["bytes"].values()))
 
     async def on_engine(self, function: Callable[[BlockOperations], T]) -> T:
         """The result of `function`, run between two steps of the engine."""

@@ -138,7 +138,10 @@ async def test_the_explorer_shows_whose_a_prefix_is(client, cache):
     page = await text(client, "explorer")
     assert "acme <small>bytes</small>" in page and key[:12] in page
     assert "<td>≥ " not in page
-    assert key[:12] in await text(client, "explorer?tenant=acme")
+    chosen = await text(client, "explorer?tenant=acme")
+    assert key[:12] in chosen
+    assert 'name="confirm:none" required pattern="acme"' in chosen, "a purge needs its name again"
+    assert "confirm" not in page
     assert "Nothing fits" in await text(client, "explorer?idle=7d")
     assert "No key begins with" in await text(client, "explorer?q=0000000000")
     found = await client.get(f"explorer?q={key[:10]}")

@@ -246,6 +246,19 @@ def test_a_key_opens_the_door_and_logging_out_closes_it(visitor):
     expect(page.get_by_role("heading", name="Log in")).to_be_visible()
 
 
+def test_a_refused_form_comes_back_as_it_was_typed(visitor):
+    page = visitor.log_in()
+    page.goto("/admin/tenants/default")
+    page.get_by_label("Amount").locator("visible=true").fill("ten")
+    page.get_by_label("Why").locator("visible=true").fill("paid by bank")
+    page.get_by_role("button", name="Grant").click()
+    expect(page.get_by_role("alert")).to_contain_text("not an amount of money")
+    visitor.troubles.clear()  # the browser's own note of the 400
+    page.go_back()
+    expect(page.get_by_label("Amount").locator("visible=true")).to_have_value("ten")
+    expect(page.get_by_label("Why").locator("visible=true")).to_have_value("paid by bank")
+
+
 def test_the_keyboard_reaches_everything(visitor, used):
     page = visitor.log_in()
     live(page)

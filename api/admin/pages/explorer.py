@@ -20,15 +20,14 @@ from api.admin.pages.base import render
 from api.admin.pages.filters import Filter
 from api.admin.pages.prefix_rows import OUTLINE_TOKENS, ScopeRows, rows_of
 from api.admin.parts import add_audit_entry, parts_of
-from api.cache.explorer import Grown, Room
+from api.cache.explorer import Grown
 from api.errors import InvalidRequest
-from tiers.blocks.keys import PrefixKey
+from tiers.blocks.keys import KEY_BYTES, PrefixKey
 from tiers.blocks.tree import Tree, TreeNode, TreeQuery, tree_json
 from tiers.tier import TierName
 
 router = APIRouter(tags=["admin: cache"])
 
-KEY_BYTES = 16
 # A page has at most 100 rows of about 900 bytes, and stays under 150 KB with its files.
 PAGE = TreeQuery(depth=12, max_nodes=100, num_tokens=OUTLINE_TOKENS)
 IDLE = {"": 0, "1m": 60, "1h": 3600, "1d": 86_400, "7d": 7 * 86_400}
@@ -59,14 +58,6 @@ async def tree(
 @router.get("/admin/api/cache/owners")
 async def owners(request: Request, _: MayRead) -> list[dict[str, Any]]:
     """Bytes of each tenant and sharing group in each tier, largest first."""
-    return [
-        {"owner": each.owner, "model": each.model, "bytes": dict(each.num_bytes)}
-        for each in await room_of(request)
-    ]
-
-
-async def room_of(request: Request) -> list[Room]:
-    """Bytes of each owner in each tier."""
     parts = parts_of(request)
     return await parts.explorer.room(await parts.blocks())
 
@@ -106,7 +97,7 @@ async def page(
         num_seen=grown.tree.num_seen,
         cut=grown.cut,
         pins=await parts_of(request).cache.pins(),
-        room=[] if q or below or not explorer.has_blocks else await room_of(request),
+        room=[] if q or below or not explorer.has_blocks else await owners(request, admin),
         elsewhere=not explorer.has_blocks,
         tiers=TierName,
         now_s=time.time(),
@@ -116,7 +107,6 @@ async def page(
         below=below,
         idle=idle,
         sort=sort,
-        choices=IDLE,
     )
 
 

@@ -5,7 +5,7 @@ Plain functions: the server runs them on its thread pool, because they read the 
 
 import secrets
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 
 from anyio import from_thread
@@ -14,7 +14,6 @@ from starlette.responses import Response
 
 from api.admin.access import MayRead
 from api.admin.pages.base import render
-from api.admin.pages.explorer import room_of
 from api.admin.pages.filters import Before, Filter
 from api.admin.parts import books_of, found, parts_of
 from api.journal.journal import Failure
@@ -61,9 +60,9 @@ def tenants_page(request: Request, admin: MayRead, q: Filter = "") -> Response:
 
 async def _room_of(request: Request) -> dict[str, Counter[TierName]]:
     """Bytes of each tenant in each tier, over all models."""
-    room: dict[str, Counter[TierName]] = {}
-    for each in await room_of(request):
-        room.setdefault(each.owner, Counter()).update(each.num_bytes)
+    parts, room = parts_of(request), defaultdict[str, Counter[TierName]](Counter)
+    for each in await parts.explorer.room(await parts.blocks()):
+        room[each["owner"]].update(each["bytes"])
     return room
 
 

@@ -44,6 +44,24 @@ window.cachesvc = window.cachesvc || {};
   showTimes(document);
   document.addEventListener("htmx:afterSwap", (event) => showTimes(event.target));
 
+  // A refused form comes back as it was typed: browsers keep nothing of a page with `no-store`.
+  const TYPED = "cachesvc_typed";
+  document.addEventListener("submit", ({ target }) => {
+    if (target.method !== "post") return;
+    const fields = [...new FormData(target)].filter(([name]) => name !== "csrf_token");
+    sessionStorage.setItem(TYPED, JSON.stringify([location.pathname, target.getAttribute("action"), fields]));
+  });
+  if (performance.getEntriesByType("navigation")[0]?.type === "back_forward") {
+    const [path, action, fields] = JSON.parse(sessionStorage.getItem(TYPED) || "[]");
+    const form = [...document.forms].find((each) => each.getAttribute("action") === action);
+    if (form && path === location.pathname) {
+      for (const [name, text] of fields) {
+        if (form.elements[name] && form.elements[name].type !== "checkbox") form.elements[name].value = text;
+      }
+      form.closest("details")?.setAttribute("open", "");
+    }
+  }
+
   let went = -Infinity; // when `g` was pressed
 
   function onKey(event) {
