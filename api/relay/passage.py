@@ -260,7 +260,8 @@ class Passage:
         self._finished |= note.finished
         is_bare = told and note.is_bare_usage
         all_finished = len(self._finished) >= self.job.num_choices
-        self._is_ending |= note.is_ending or is_bare or all_finished
+        is_last_usage = is_bare and not document.get("choices")
+        self._is_ending |= note.is_ending or is_last_usage or all_finished
         self._is_complete |= note.is_last
         self._is_over |= note.is_last
         return self._wants_usage or not is_bare

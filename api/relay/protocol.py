@@ -81,7 +81,8 @@ def note_of(document: Mapping[str, Any]) -> EventNote:
         sum(sizes),
         sum(size > 0 for size in sizes),
         frozenset(one.get("index", 0) for one in each if one.get("finish_reason")),
-        is_bare_usage=not choices and isinstance(document.get("usage"), dict),
+        is_bare_usage=isinstance(document.get("usage"), dict)
+        and not any(one.get(name) for one in each for name in ("delta", "text", "finish_reason")),
     )
 
 

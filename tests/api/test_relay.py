@@ -11,6 +11,7 @@ from cachesvc.config.errors import ConfigError
 from engine.errors import ModelError
 from tests.api.relaying import ALL, charges, paying, relaying, unreported, usages
 from tests.support.billing import card_text, priced
+from tests.support.remote_engine import event
 from tests.support.stand_in import served
 from tests.support.upstream import (
     CACHED,
@@ -72,7 +73,10 @@ async def test_usage_is_asked_for_and_not_shown_to_who_did_not_ask(up, tmp_path,
         expected = [each for each in stream_of(path) if each != USAGE_CHUNK]
         assert joined(expected) == streamed.content
         assert {"include_usage": True} == up.asked[0][2]["stream_options"]
-        await client.post(path, json=body(path, stream=True, stream_options={"x": 1}))
+        of_litellm = {"choices": [{"index": 0, "delta": {}}], "usage": WHOLE[CHAT]["usage"]}
+        up.script[path] = [event(of_litellm) if e == USAGE_CHUNK else e for e in stream_of(path)]
+        streamed = await client.post(path, json=body(path, stream=True, stream_options={"x": 1}))
+        assert joined(expected) == streamed.content
         assert {"x": 1, "include_usage": True} == up.asked[1][2]["stream_options"]
         assert [ALL, ALL] == usages(service)
 

@@ -348,6 +348,36 @@ VLLM_MESSAGE = {
     "cache_creation_input_tokens": 0,
     "cache_read_input_tokens": 256,
 }
+# LiteLLM's proxy 1.106.2, asked as above before a stand-in and before a server of ours.
+LITELLM_CHUNK = {
+    "prompt_tokens": 331,
+    "completion_tokens": 4,
+    "total_tokens": 335,
+    "completion_tokens_details": {"reasoning_tokens": 0, "text_tokens": 4},
+    "prompt_tokens_details": {"cached_tokens": 256},
+}
+LITELLM_TEXT = {
+    **LITELLM_CHUNK,
+    "completion_tokens_details": None,
+    "prompt_tokens_details": {
+        **dict.fromkeys(("audio_tokens", "text_tokens", "image_tokens", "video_tokens")),
+        "cached_tokens": 256,
+    },
+}
+LITELLM_RESPONSE = {
+    "input_tokens": 331,
+    "input_tokens_details": {
+        **dict.fromkeys(("audio_tokens", "text_tokens", "image_tokens", "video_tokens")),
+        "cached_tokens": 256,
+        "cached_tokens_details": dict.fromkeys(("text_tokens", "audio_tokens", "image_tokens")),
+        "cache_write_tokens": 0,
+    },
+    "output_tokens": 4,
+    "output_tokens_details": {"audio_tokens": None, "reasoning_tokens": 0, "text_tokens": None},
+    "total_tokens": 335,
+    "cost": None,
+}
+LITELLM_DELTA = {"input_tokens": 75, "output_tokens": 4, "cache_read_input_tokens": 256}
 COLD = Usage(miss=331, cache_write=256, output=4)
 HIT = Usage(hit_device=256, miss=75, output=4)
 RECORDED: Mapping[str, tuple[list[Said], bool, Usage]] = {
@@ -369,9 +399,19 @@ RECORDED: Mapping[str, tuple[list[Said], bool, Usage]] = {
 }
 
 
-@pytest.mark.parametrize("case", RECORDED)
-def test_a_real_vllm_is_billed_as_it_counts(case):
-    said, is_partial, expected = RECORDED[case]
+LITELLM: Mapping[str, tuple[list[Said], bool, Usage]] = {
+    "chat, streamed, beside an empty choice": (
+        [{"choices": [{"index": 0, "delta": {}}], "usage": LITELLM_CHUNK}], False, HIT,
+    ),
+    "completions": ([{"usage": LITELLM_TEXT}], False, HIT),
+    "Responses": ([{"usage": LITELLM_RESPONSE}], False, HIT),
+    "Messages, streamed": ([{"type": "message_delta", "usage": LITELLM_DELTA}], True, HIT),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", [*RECORDED.values(), *LITELLM.values()])
+def test_a_real_endpoint_is_billed_as_it_counts(case):
+    said, is_partial, expected = case
     assert expected == bill(read(*said, is_partial=is_partial))
 
 

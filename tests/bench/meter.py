@@ -106,10 +106,10 @@ class Relay(LiveServer):
 
 
 @contextmanager
-def litellm(program: Path, upstream: str, folder: Path) -> Iterator[str]:
-    given = {"model": "openai/m", "api_base": f"{upstream}/v1", "api_key": "any"}
+def litellm(program: Path, upstream: str, folder: Path, model: str = "m") -> Iterator[str]:
+    given = {"model": f"openai/{model}", "api_base": f"{upstream}/v1", "api_key": "any"}
     config = {
-        "model_list": [{"model_name": "m", "litellm_params": given}],
+        "model_list": [{"model_name": model, "litellm_params": given}],
         "litellm_settings": {"telemetry": False, "num_retries": 0},
         "general_settings": {"dangerously_permit_weak_or_unset_master_key": True},
     }
