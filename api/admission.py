@@ -66,7 +66,13 @@ async def deliver(
     fingerprint = job.context.fingerprint
     await parts.quotes.check(principal, job, extension)
     claimed = await claim(
-        wire.books.replays, request, principal, arrival.raw, job.request_id, fingerprint
+        wire.books.replays,
+        arrival.names.idempotency_key,
+        principal,
+        request.url.path,
+        arrival.raw,
+        job.request_id,
+        fingerprint,
     )
     if isinstance(claimed, FirstAnswer):
         log.add(replay_of=claimed.request_id)

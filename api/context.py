@@ -17,7 +17,7 @@ from api.access.auth import require
 from api.access.local import check_local
 from api.collaborators import Collaborators
 from api.errors import InvalidRequest
-from api.headers import FIT_NAME, ClientNames, single_header
+from api.headers import FIT_NAME, ClientNames, names_of, single_header
 from api.shapes.body import BodyType, parse
 from api.shapes.schemas import LabelledBody
 from billing.gate.holds import RequestContext
@@ -60,6 +60,7 @@ class Arrival:
     log: RequestLog
     principal: Principal
     raw: bytes
+    names: ClientNames = field(default_factory=ClientNames)
 
 
 async def arrive(
@@ -79,16 +80,16 @@ async def received(request: Request, *, queues: bool = False) -> Arrival:
         wire.inference.check_wait(principal.tenant)
     # `Request.body` would keep it in memory until the answer has ended.
     raw = b"".join([part async for part in request.stream()])
-    return Arrival(request, wire, log, principal, raw)
+    return Arrival(request, wire, log, principal, raw, names_of(request))
 
 
-def request_context(arrival: Arrival, body: LabelledBody, names: ClientNames) -> RequestContext:
+def request_context(arrival: Arrival, body: LabelledBody) -> RequestContext:
     """The caller and the request's labels, as the ledger stores them.
 
     The fingerprint distinguishes a retry from a new request. A retry has the same body, API key and
     Idempotency-Key, or comes from a client library that sends x-stainless-retry-count.
     """
-    request, principal = arrival.request, arrival.principal
+    request, principal, names = arrival.request, arrival.principal, arrival.names
     key = names.idempotency_key
     asked = f"{principal.tenant}\0{principal.key_id}\0{request.url.path}\0{key}\0".encode()
     retries = request.headers.get("x-stainless-retry-count", "")

@@ -26,9 +26,9 @@ def single_header(request: Request, name: str) -> str | None:
 class ClientNames:
     """The client's own names for a request and its conversation, as headers tell them."""
 
-    idempotency_key: str | None
-    session: str
-    parent_session: str
+    idempotency_key: str | None = None
+    session: str = ""
+    parent_session: str = ""
 
 
 def names_of(request: Request) -> ClientNames:

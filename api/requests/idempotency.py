@@ -9,11 +9,10 @@ import asyncio
 import logging
 from dataclasses import dataclass
 
-from fastapi import Request
 from starlette.responses import Response
 
 from api.errors import InvalidRequest
-from api.headers import EVENT_STREAM, FIT_NAME, IDEMPOTENCY_KEY, single_header
+from api.headers import EVENT_STREAM, FIT_NAME, IDEMPOTENCY_KEY
 from billing.errors import BillingError
 from billing.idempotency import FirstAnswer, Idempotency
 from billing.keys import Principal
@@ -50,8 +49,9 @@ class KeyClaim:
 
 async def claim(
     store: Idempotency,
-    request: Request,
+    key: str | None,
     principal: Principal,
+    path: str,
     raw: bytes,
     request_id: str,
     fingerprint: str,
@@ -60,12 +60,11 @@ async def claim(
 
     Raises InvalidRequest, IdempotencyConflict or IdempotencyBusy.
     """
-    key = single_header(request, IDEMPOTENCY_KEY)
     if key is None:
         return None
     if not FIT_NAME.fullmatch(key):
         raise InvalidRequest(f"{IDEMPOTENCY_KEY} must be 1 to 128 letters, digits or . _ : @ -.")
-    body = request.url.path.encode() + b"\0" + raw
+    body = path.encode() + b"\0" + raw
     begun = await asyncio.to_thread(
         store.begin, principal.tenant, key, body, request_id, fingerprint=fingerprint
     )

@@ -11,7 +11,6 @@ from starlette.responses import Response
 from api.admission import deliver
 from api.collaborators import Collaborators
 from api.context import Arrival, received, request_context
-from api.headers import names_of
 from api.job import Delta, Job, Served
 from api.relay.protocol import COMPLETIONS
 from api.routes.prompts import encode_prompt
@@ -63,7 +62,7 @@ async def completion_job(arrival: Arrival, body: CompletionBody) -> Job:
         cache=body.extension.cache is not False,
         stream=bool(body.stream),
         arrival_ns=log.arrival_ns,
-        context=request_context(arrival, body, names_of(arrival.request)),
+        context=request_context(arrival, body),
         contents=body.apart,
     )
 

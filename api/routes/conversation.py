@@ -9,7 +9,7 @@ from typing import Any
 from api.collaborators import Collaborators
 from api.context import Arrival, request_context
 from api.errors import ApiError
-from api.headers import ClientNames, names_of
+from api.headers import ClientNames
 from api.job import Delta, Job, Keep, Session, Turn
 from api.requests.turns import TurnReplay, common_length, turn_of
 from api.routes.prompts import ChatPrompt, chat_prompt, encode_chat, ends_thinking
@@ -76,8 +76,7 @@ async def chat_of(
     mine = not (asked.apart or asked.share)
     points = asked.points if mine else []
     keeps = await _keeps(wire, model, body, points, tokens, tenant=tenant) if points else ()
-    names = names_of(arrival.request)
-    session = names.session or body.prompt_cache_key
+    session = arrival.names.session or body.prompt_cache_key
     num_same = 0 if replay is None else _num_same(replay, tokens)
     begun = prompt.messages[-1] if turn is not None and turn.goes_on else None
     job = Job(
@@ -92,11 +91,11 @@ async def chat_of(
         cache=asked.on,
         stream=bool(body.stream),
         arrival_ns=log.arrival_ns,
-        context=request_context(arrival, body, names),
+        context=request_context(arrival, body),
         contents=asked.apart,
         markers=markers,
         keeps=keeps,
-        session=_session(session, names, body) if session and mine and asked.on else None,
+        session=_session(session, arrival.names, body) if session and mine and asked.on else None,
         turn=turn,
         message_of=partial(_answered, new_reply, begun) if turn is not None else None,
         replayed_tokens=num_same,

@@ -7,7 +7,6 @@ from starlette.responses import Response
 from api.admission import deliver
 from api.context import Arrival, request_context
 from api.errors import Unsupported
-from api.headers import names_of
 from api.job import Job
 from api.relay.body import Ascent, PassedBody, labels_of, protocol_headers
 from api.relay.protocol import ClientProtocol, PassedFormat
@@ -55,7 +54,7 @@ async def relayed(arrival: Arrival, protocol: ClientProtocol) -> Response | None
         stream=bool(body.stream),
         held_whole=not body.stream,
         arrival_ns=log.arrival_ns,
-        context=request_context(arrival, body, names_of(arrival.request)),
+        context=request_context(arrival, body),
     )
     wants_usage = body.wants_usage or not protocol.asks_for_usage
     produce = partial(_passage, ascent, wants_usage)

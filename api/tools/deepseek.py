@@ -1,6 +1,7 @@
 """DeepSeek's style: calls between its own markers, in the form of V3 and R1 or of V3.1."""
 
-from api.tools.pieces import CallArguments, CallStart, Piece, Prose, Stepwise, cut
+from api.tools.json_call import CallParser
+from api.tools.pieces import CallArguments, CallStart, Piece, Prose, cut
 
 CALLS_BEGIN = "<｜tool▁calls▁begin｜>"
 CALLS_END = "<｜tool▁calls▁end｜>"
@@ -10,7 +11,7 @@ SEPARATOR = "<｜tool▁sep｜>"
 _FENCE = "```json"
 
 
-class DeepSeekParser(Stepwise):
+class DeepSeekParser(CallParser):
     """Reads both forms.
 
     V3 and R1 write `function SEPARATOR name` and the arguments in a fence. V3.1 writes `name
@@ -18,19 +19,13 @@ class DeepSeekParser(Stepwise):
     """
 
     def __init__(self) -> None:
-        self._prose = Prose()
+        super().__init__()
         self._arguments = Prose()
-        self._step = self._say
-        self._num_calls = 0
         self._ends: tuple[str, ...] = (CALL_END,)
 
     def finish(self) -> list[Piece]:
-        pieces: list[Piece] = []
-        if self._step == self._say:
-            pieces += self._prose.say(self._buffer)
-        elif self._step == self._argue:
-            pieces += self._spoken(self._buffer)
-        return pieces + self._prose.finish()
+        said = self._spoken(self._buffer) if self._step == self._argue else []
+        return said + super().finish()
 
     def _say(self, pieces: list[Piece]) -> bool:
         before, marker, self._buffer = cut(self._buffer, (CALLS_BEGIN, CALLS_END, CALL_BEGIN))

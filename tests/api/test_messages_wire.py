@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 
 from api.errors import MissingKey
+from api.shapes.messages import MessagesBody
 from billing.keys import Principal, Scope
 from tests.api.conftest import running
-from tests.support.wire import ByteTokenizer, FakeHouse, Script, fake_house
+from tests.support.wire import ByteTokenizer, FakeHouse, Script, byte_model, fake_house
 
 MESSAGES = "/v1/messages"
 USER = {"role": "user", "content": "hi"}
@@ -116,7 +117,7 @@ async def test_a_mark_that_a_later_turn_covers_is_not_kept_for_itself(client, ho
     assert [(3600, upto[0]), (300, upto[1])] == found
 
 
-async def test_text_that_is_marked_before_a_call_is_kept_without_the_call(client, house):
+def test_text_that_is_marked_before_a_call_is_kept_without_the_call():
     said = [
         {"type": "text", "text": "I look.", "cache_control": KEPT},
         {"type": "tool_use", "id": "t", "name": "look", "input": {}},
@@ -124,10 +125,12 @@ async def test_text_that_is_marked_before_a_call_is_kept_without_the_call(client
     result = [{"type": "tool_result", "tool_use_id": "t", "content": "a.txt"}]
     turns = [("user", "hi"), ("assistant", said), ("user", result)]
     asked = body(messages=[{"role": role, "content": content} for role, content in turns])
-    assert 200 == (await client.post(MESSAGES, json=asked)).status_code
-    [keep] = house.meter.last.job.keeps
-    prompt = sent(house)
-    assert prompt[: keep.num_tokens].endswith("assistant: I look.\n"), prompt
+    chat = MessagesBody.model_validate(asked).as_chat(byte_model())
+    [point] = chat.cache_asked().points
+    cut = chat.until(point)
+    assert cut is not None
+    assert ["hi", "I look."] == [message.text(0) for message in cut.messages]
+    assert (1, None) == (len(chat.messages[1].tool_calls or ()), cut.messages[1].tool_calls)
 
 
 async def test_the_events_of_a_stream(client, house):
