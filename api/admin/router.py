@@ -4,25 +4,14 @@ from collections.abc import Callable
 
 from fastapi import APIRouter, Depends, Request
 
-from api.admin.pages import (
-    assets,
-    explorer,
-    keys,
-    login,
-    money,
-    overview,
-    requests,
-    tenants,
-)
+from api.admin.pages import assets, explorer, login, money, overview, requests, tenants
 from api.admin.pages.forms import FormRoute
 from api.admin.parts import AdminParts
 from api.admin.routes import derived, ledger, prompts, stats
 
-_PAGES = (assets, login, explorer, keys, money, overview, requests, tenants)
-AREAS = (
-    derived.routes_of(FormRoute),
-    *(area.router for area in (ledger, prompts, stats, *_PAGES)),
-)
+_PAGES = (assets, login, explorer, money, overview, requests, tenants)
+_OTHERS = tuple(area.router for area in (ledger, prompts, stats, *_PAGES))
+AREAS = (derived.routes_of(FormRoute), *_OTHERS)
 
 
 def admin_router(parts: AdminParts) -> APIRouter:

@@ -1,4 +1,4 @@
-"""Tenants, their balances and their history: pages under /admin/tenants.
+"""Tenants, their balances and their history, and keys: /admin/tenants and /admin/keys.
 
 Plain functions: the server runs them on its thread pool, because they read the ledger's database.
 """
@@ -18,7 +18,7 @@ from api.admin.pages.filters import Before, Filter
 from api.admin.parts import books_of, found, parts_of
 from api.journal.journal import Failure
 from billing.operations.budgets import list_budgets
-from billing.operations.keys import keys_of
+from billing.operations.keys import USUAL_SCOPES, keys_of
 from billing.reports import usage as usage_report
 from billing.reports.documents import entry_document
 from billing.reports.standing import standing
@@ -90,6 +90,24 @@ def tenant_page(request: Request, tenant: str, admin: MayRead, before: Before = 
         budgets=[budget for budget in list_budgets(books) if budget["tenant"] == tenant],
         limits=_limits(request, tenant),
         once=secrets.token_hex(8),
+    )
+
+
+@router.get("/keys")
+def keys_page(
+    request: Request, admin: MayRead, tenant: Filter = "", state: Filter = ""
+) -> Response:
+    books = books_of(request)
+    keys = keys_of(books, tenant or None)
+    return render(
+        request,
+        "keys.html",
+        admin,
+        keys=[each for each in keys if state in ("", each["state"])],
+        tenants=[each.tenant for each in books.accounts.tenants()],
+        scopes=USUAL_SCOPES,
+        tenant=tenant,
+        state=state,
     )
 
 
