@@ -91,6 +91,7 @@ def test_a_purge_says_why_asks_and_leaves_a_signed_receipt_and_a_trail(data_dir)
     assert signed == json.loads(kept.read_text()) == json.loads(entry["after"])
     assert verify_receipt(signed, ReceiptSigner.open(data_dir).public_key)
     assert ("acme", "left", 0) == (signed["tenant"], signed["why"], signed["blocks_left"])
+    assert "stopped" == signed["server"]
     assert signed["tiers"] == {"disk": {"blocks": 4, "bytes": signed["tiers"]["disk"]["bytes"]}}
     assert ("cache.purge", "left") == (entry["action"], entry["reason"])
 

@@ -4,13 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from cachesvc.operator.purge import purge_stopped, purge_unserved
+from cachesvc.operator.purge import purge_stopped, purge_unserved, together
 from tests.support.faulty_storage import SCOPE, chain, take
 from tiers.blocks.frames import FrameArena
 from tiers.blocks.layout import BlockLayout
 from tiers.disk.directory import note_elsewhere
 from tiers.disk.open import open_disk
 from tiers.errors import ConfigurationError
+from tiers.operations.purge import Purged
+from tiers.tier import Removed, TierName
 
 LAYOUT = BlockLayout.uniform(
     num_layers=1, block_size=16, num_kv_heads=2, head_dim=16, dtype="float32"
@@ -40,6 +42,17 @@ def test_a_purge_without_the_server_names_what_it_cannot_reach(tmp_path):
     done = purge_stopped(tmp_path, ROOTS)
     assert (done.removed["disk"].num_blocks, done.num_left) == (16, 0)
     assert 16 == done.checkpoints["disk"].num_blocks
+
+
+def test_several_purges_of_the_same_scopes_are_one():
+    """A block that any of them left is no purge."""
+    ours, rest = (
+        Purged(tuple(ROOTS), {tier: Removed(2, 10)}, 1, (tier,), left)
+        for tier, left in ((TierName.HOST, 0), (TierName.DISK, 3))
+    )
+    every = together(ours, [rest, rest])
+    assert {TierName.HOST: Removed(2, 10), TierName.DISK: Removed(4, 20)} == every.removed
+    assert (("host", "disk", "disk"), 6, 1) == (every.pins, every.num_left, every.in_use)
 
 
 def test_a_purge_reaches_the_folders_of_a_node_that_has_stopped(tmp_path):

@@ -95,6 +95,13 @@ def test_a_purge_that_vllm_does_not_follow_has_failed(engine, path, monkeypatch)
         hands.purge([ROOT]).result(120)
 
 
+def test_a_private_prefix_is_sent_to_nobody(path):
+    with closing(operations(path, Vllm())) as cache:
+        chain = Chain(ROOT, [1] * 12, 4)
+        chain.private = True
+        assert 0 == cache.publish(chain).result(0), "no node is asked, and none answers here"
+
+
 def test_pins_stay_shown_while_the_node_is_away(path):
     with closing(operations(path, Vllm())) as hands:
         with serving(path), joined(path) as engine:
