@@ -145,6 +145,32 @@ async def test_the_events_of_a_stream(client, house):
     assert {"stop_reason": "end_turn", "stop_sequence": None} == found[-2]["delta"]
 
 
+async def test_the_blocks_of_a_stream_open_and_close_in_turn_and_are_the_whole_answers(
+    client, house
+):
+    """Text, and a call after it."""
+    call = '<tool_call>{"name": "look", "arguments": {"q": "x"}}</tool_call>'
+    house.engine.script = Script(answer=f"Let me see.\n{call}")
+    asked = body(tools=[{"name": "look", "input_schema": {"type": "object"}}])
+    found = events((await client.post(MESSAGES, json=asked | {"stream": True})).text)
+    blocks, open_at = list[dict[str, Any]](), None
+    for one in (one for one in found if one["type"].startswith("content_block")):
+        if one["type"] == "content_block_start":
+            assert (None, len(blocks)) == (open_at, one["index"])
+            blocks.append(one["content_block"] | {"said": ""})
+            open_at = one["index"]
+        assert open_at == one["index"]
+        if one["type"] == "content_block_delta":
+            blocks[open_at]["said"] += one["delta"].get("text") or one["delta"]["partial_json"]
+        elif one["type"] == "content_block_stop":
+            open_at = None
+    assert open_at is None
+    text, used = (await client.post(MESSAGES, json=asked)).json()["content"]
+    assert [("text", text["text"]), ("tool_use", json.dumps(used["input"]))] == [
+        (block["type"], block["said"]) for block in blocks
+    ]
+
+
 async def test_usage_is_the_billed_record_in_anthropics_classes(client, house):
     house.engine.script = Script(answer="x", hits={"hit_device": 4, "hit_disk": 2})
     usage = (await client.post(MESSAGES, json=body())).json()["usage"]
