@@ -83,9 +83,11 @@ def read_receipt_head(path: Path, public_key: Callable[[str], bytes | None]) -> 
     """The head in a receipt: its entry's number and hash. Raises `BillingError`."""
     try:
         receipt = orjson.loads(path.read_bytes())
-        key = public_key(str(receipt["key_id"]))
-        if key is None or not verify_receipt(receipt, key):
-            raise BillingError(f"{path} is not genuine, or its key was never published here")
+        key_id = str(receipt["key_id"])
+        if (key := public_key(key_id)) is None:
+            raise BillingError(f"key {key_id} never signed here; give it as --public-key")
+        if not verify_receipt(receipt, key):
+            raise BillingError(f"{path} is NOT genuine: it was changed, or another key signed it")
         return {str(receipt["tenant"]): (int(receipt["entry"]), str(receipt["entry_hash"]))}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise BillingError(f"{path} is not a receipt: {error}") from error

@@ -12,7 +12,6 @@ from typing import Annotated
 import typer
 
 from api.format import number_of
-from billing.errors import BillingError
 from billing.money import format_units, parse_units
 from billing.operations import ledger as ledgers
 from billing.operations.balance import adjust_deposit, show_balance
@@ -20,10 +19,10 @@ from billing.prices.book import NS
 from billing.proof import audit
 from billing.reports.documents import Document, proof_document
 from billing.reports.heads import parse_heads, read_receipt_head, signed_heads
-from billing.reports.published import published_keys
 from cachesvc.cli.lazy import without
 from cachesvc.cli.money.books import MOST_ROWS, DatabaseUrl, TenantName, books
 from cachesvc.cli.money.invocation import Invocation, operating
+from cachesvc.cli.money.receipts import public_key_of
 from cachesvc.cli.money.tenants import print_tenant
 from cachesvc.cli.options import DataDir
 from cachesvc.cli.render import AsJson, answer, confirm, fail, note, print_documents, print_json
@@ -84,7 +83,7 @@ def verify(
             rebuilt = audit.rebuild(open_books.store)
             note(f"rebuilt from {number_of(rebuilt.num_entries, 'entry', 'entries')}")
         began = time.monotonic()
-        key_of = partial(_public_key, public_key, open_books.data_dir)
+        key_of = partial(public_key_of, public_key, open_books.data_dir)
         known = parse_heads(read_kept(heads), heads, key_of) if heads else []
         known += [read_receipt_head(path, key_of) for path in receipt or ()]
         proof = audit.verify(open_books.store, heads=known, progress=_progress)
@@ -212,14 +211,6 @@ def trail_lines(row: Document) -> Iterator[str]:
 def _word(values: Document, name: str) -> str:
     value = values.get(name)
     return "-" if value is None else value if isinstance(value, str) else jsonlib.dumps(value)
-
-
-def _public_key(given: str | None, data_dir: Path, key_id: str) -> bytes | None:
-    try:
-        found = given or published_keys(data_dir).get(key_id)
-        return None if found is None else bytes.fromhex(found)
-    except ValueError:
-        raise BillingError("--public-key is 64 hexadecimal digits") from None
 
 
 def _progress(num_entries: int) -> None:
