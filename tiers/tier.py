@@ -87,6 +87,18 @@ class Removed(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class Purged:
+    """What a purge removed from each tier, and what a check of every block found afterwards."""
+
+    roots: tuple[PrefixKey, ...]
+    removed: Mapping[TierName, Removed]
+    in_use: int  # blocks that running requests keep, unshared, until they end
+    pins: tuple[str, ...]  # pins that ended with their blocks
+    num_left: int  # 0 unless the purge failed
+    checkpoints: Mapping[TierName, Removed] = field(default_factory=dict)  # of recurrent states
+
+
+@dataclass(frozen=True, slots=True)
 class LifeStats:
     """A snapshot of one tier's lifetimes, in seconds."""
 

@@ -30,8 +30,8 @@ from tiers.blocks.chain import Chain, KeyedPrefix
 from tiers.blocks.keys import PrefixKey
 from tiers.errors import NotSaved
 from tiers.operations.face import BlockOperations, CacheOperations
-from tiers.operations.purge import Purged
 from tiers.policy.retention import Pin, PinError, PinKind
+from tiers.tier import Purged
 
 T = TypeVar("T")
 

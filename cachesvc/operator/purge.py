@@ -28,8 +28,7 @@ from tiers.disk.inspection.maintenance import count, purge
 from tiers.disk.inspection.opening import open_disks
 from tiers.disk.pin_file import load_pins, save_pins
 from tiers.errors import ConfigurationError, PurgeFailed, TierError
-from tiers.operations.purge import Purged
-from tiers.tier import Removed, TierName
+from tiers.tier import Purged, Removed, TierName
 
 RECEIPTS = "receipts"  # folder of the data directory
 

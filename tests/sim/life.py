@@ -24,9 +24,9 @@ from tests.support.chain_runner import replay
 from tiers.blocks.chain import Chain
 from tiers.blocks.contents import Content
 from tiers.blocks.keys import CacheScope, PrefixKey
-from tiers.operations.purge import Purged
 from tiers.policy.retention import PinError
 from tiers.telemetry.events import CacheEvent
+from tiers.tier import Purged
 
 TENANTS = (b"", b"other", b"third")
 SERVED: dict[str, tuple[Any, ...]] = {  # what a hostile client may ask for, and is served

@@ -27,8 +27,8 @@ from tiers.blocks.keys import CacheScope, PrefixKey
 from tiers.blocks.layout import StateTensor
 from tiers.cache import CacheSettings, TieredCache
 from tiers.memory.block import Block
-from tiers.operations.purge import Purged
 from tiers.policy.checkpoints import keeps_stop, positions, prompt_end, worth_blocks
+from tiers.tier import Purged
 
 BLOCK = 4
 STATE = StateName(0, "recurrent", 0)

@@ -22,10 +22,9 @@ from tiers.node.pool import Pool
 from tiers.node.settings import NodeSettings
 from tiers.operations.below import done, then
 from tiers.operations.operations import TierOperations
-from tiers.operations.purge import Purged
 from tiers.policy.retention import PinError
 from tiers.steady_clock import SteadyClock
-from tiers.tier import ManagedTier, TierName
+from tiers.tier import ManagedTier, Purged, TierName
 
 PINNED_SHARE = 1 / 4  # share of the lowest tier that pins may take
 LONGEST_QUOTED = 500  # characters of a refused request that its error repeats

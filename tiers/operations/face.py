@@ -17,9 +17,8 @@ from typing import Protocol
 from tiers.blocks.chain import Chain, KeyedPrefix
 from tiers.blocks.keys import BlockId, PrefixKey
 from tiers.memory.index import BlockIndex
-from tiers.operations.purge import Purged
 from tiers.policy.retention import Pin, PinKind
-from tiers.tier import TierName
+from tiers.tier import Purged, TierName
 
 
 class CacheOperations(Protocol):

@@ -15,10 +15,10 @@ from tiers.memory.residency import Residency
 from tiers.operations.below import ask_writer, done, then, trace
 from tiers.operations.evictions import Evictions
 from tiers.operations.pins import Keeper
-from tiers.operations.purge import Purged, Purger, with_checkpoints
+from tiers.operations.purge import Purger, with_checkpoints
 from tiers.policy.quota import Quotas
 from tiers.policy.retention import Pin, PinError, PinKind
-from tiers.tier import ManagedTier, TierName
+from tiers.tier import ManagedTier, Purged, TierName
 from tiers.transfer.demotion import Demoter
 from tiers.transfer.mover import Mover
 

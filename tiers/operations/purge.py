@@ -10,7 +10,7 @@ thread of the engine or of the node.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
@@ -19,20 +19,8 @@ from tiers.memory.block import Block
 from tiers.memory.residency import Residency
 from tiers.operations.below import purge_below
 from tiers.telemetry.events import CacheEvent
-from tiers.tier import Removed, TierName
+from tiers.tier import Purged, Removed, TierName
 from tiers.transfer.mover import Mover, WriterTask
-
-
-@dataclass(frozen=True, slots=True)
-class Purged:
-    """What a purge removed from each tier, and what a check of every block found afterwards."""
-
-    roots: tuple[PrefixKey, ...]
-    removed: Mapping[TierName, Removed]
-    in_use: int  # blocks that running requests keep, unshared, until they end
-    pins: tuple[str, ...]  # pins that ended with their blocks
-    num_left: int  # 0 unless the purge failed
-    checkpoints: Mapping[TierName, Removed] = field(default_factory=dict)  # of recurrent states
 
 
 @dataclass(slots=True, eq=False)

@@ -26,10 +26,9 @@ from tiers.blocks.layout import BlockLayout
 from tiers.node.client import NodeClient
 from tiers.node.counters import NodeCounters
 from tiers.operations.below import done
-from tiers.operations.purge import Purged
 from tiers.policy.retention import Pin
 from tiers.steady_clock import SteadyClock
-from tiers.tier import Removed, TierName
+from tiers.tier import Purged, Removed, TierName
 
 logger = logging.getLogger(__name__)
 
