@@ -89,15 +89,13 @@ def _answer_of(socket: Path) -> NodeCounters | None:
 
 
 class NodeWatch:
-    """The node's counters, read every second. Without a node there are none.
+    """The node's counters, read every second; none while it does not answer.
 
     `on_joined` is called on the watch's thread with each new connection, because the node may be a
     new one.
     """
 
-    def __init__(
-        self, socket: Path, on_joined: Callable[[NodeClient], None] = lambda client: None
-    ) -> None:
+    def __init__(self, socket: Path, on_joined: Callable[[NodeClient], None]) -> None:
         self._client = NodeClient(socket, timeout_s=_TIMEOUT_S)
         self._on_joined = on_joined
         self._ended = threading.Event()
