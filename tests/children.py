@@ -6,17 +6,27 @@ the kernel refuses the copy. The small process has imported what the children ne
 
 import multiprocessing
 import os
+import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Mapping
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
+ROOT = Path(__file__).parents[1]
 FORKS = multiprocessing.get_context("forkserver")
 IMPORTED = [
     *("pytest", "hypothesis", "billing.ledger", "billing.store.opening", "tests.serving"),
     *("tiers.disk.open", "tiers.node.node", "tests.support.faulty_storage"),
 ]
+
+
+def ran(code: str, *arguments: object, env: Mapping[str, str] | None = None) -> str:
+    """What a program of Python prints, in a process of its own."""
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
 
 
 def in_child(work: Callable[..., None], *arguments: object) -> int:

@@ -30,6 +30,14 @@ def free_port() -> int:
         return port
 
 
+def until(holds: Callable[[], object]) -> None:
+    """Look again and again until it holds."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < deadline, "it was waited for in vain"
+        time.sleep(0.005)
+
+
 def until_ready(
     ready: Callable[[], object], process: "subprocess.Popen[bytes]", log: Path, *errors: type
 ) -> None:

@@ -6,13 +6,13 @@ and opens it once more, because LMDB answers some damage with a signal.
 
 import random
 import shutil
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.children import in_child
+from tests.patience import until
 from tests.support.faulty_storage import chain, fetched, put, take
 from tiers.blocks.frames import FrameArena
 from tiers.blocks.keys import BlockId
@@ -198,11 +198,7 @@ def serve_while_checked(root: Path) -> None:
     written = [*CHAINS, *range(100, 104), *range(200, 212)]
     for seed in written:
         num_served(tier, seed)
-    deadline = time.monotonic() + 120
-    while not tier.stats().shards[0].ready:
-        assert time.monotonic() < deadline, "the check does not end"
-        time.sleep(0.01)
-        tier.flush()
+    until(lambda: tier.flush() or tier.stats().shards[0].ready)
     for seed in (*written, *FRESH):
         num_served(tier, seed)
     store(tier, FRESH[0])

@@ -7,7 +7,6 @@ Each seed is a child process, which damages its own shard between reads and writ
 import os
 import random
 import shutil
-import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -27,6 +26,7 @@ from tests.crash.test_disk_damage import (
     num_served,
     store,
 )
+from tests.patience import until
 from tiers.disk.inspection.verify import verify_all
 from tiers.disk.open import open_disk
 from tiers.disk.recovery.page import Torn
@@ -112,13 +112,9 @@ def use(tier: DiskTier, rng: random.Random) -> None:
 
 def until_ready(tier: DiskTier) -> None:
     """The first write after the damage finds it, and a check may run in another process."""
-    deadline = time.monotonic() + 20
     for seed in range(4):
         store(tier, 10_000 + seed)
-    while not tier.stats().shards[0].ready:
-        assert time.monotonic() < deadline, "the shard stays unusable"
-        time.sleep(0.01)
-        tier.flush()
+    until(lambda: tier.flush() or tier.stats().shards[0].ready)
 
 
 def trial(template: Path, root: Path, seed: int) -> int:

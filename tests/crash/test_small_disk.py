@@ -2,7 +2,6 @@
 
 import random
 import shutil
-import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 
 from tests.live_server import ForkedServer
 from tests.mounts import mounted
+from tests.patience import until
 from tests.support.models import LARGE_KV, save_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -85,10 +85,7 @@ def test_a_cache_never_takes_the_paid_api_down(tmp_path: Path, disk: Path) -> No
 
         fill(disk / "other")  # beside the server
         assert {200: 20} == server.answers(20, 200)
-        deadline = time.monotonic() + 60
-        while free(disk) < RESERVE // 2 and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert free(disk) >= RESERVE // 2
+        until(lambda: free(disk) >= RESERVE // 2)
         stats = server.told("cache", "stats")
         assert stats["tiers"]["disk"]["capacity_bytes"] < SIZE < 8 << 30
         assert stats["setting_bytes"] == stats["tiers"]["disk"]["setting_bytes"] == 8 << 30

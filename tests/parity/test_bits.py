@@ -1,17 +1,12 @@
 """A token's attention has the same bits alone, in a chunk of any size and after a prefix."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 from engine.attention import agreement, cpu, dense, latent
 from engine.attention.dense import onednn_product
+from tests.children import ran
 from tests.parity.bits import FEW, computed, differing
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("shape", FEW, ids=str)
@@ -90,7 +85,7 @@ assert whole.isfinite().all()
 
 def test_a_build_of_torch_without_onednn_attends():
     """As for Apple's processors."""
-    subprocess.run([sys.executable, "-c", WITHOUT_ONEDNN], cwd=ROOT, check=True)
+    ran(WITHOUT_ONEDNN)
 
 
 def test_the_same_holds_in_bfloat16():

@@ -1,8 +1,6 @@
 """A composed engine: what a failed start and a close leave behind, and what compiling gives it."""
 
 import gc
-import subprocess
-import sys
 import threading
 import weakref
 from pathlib import Path
@@ -14,6 +12,7 @@ from engine.models import load
 from engine.models.load import LoadedModel, load_model
 from engine.operators import library
 from engine.request import SamplingParams
+from tests.children import ran
 from tests.support.composed import Composed
 from tests.support.models import save_tiny_model
 from tiers.disk.format import planes
@@ -101,8 +100,7 @@ def test_compiled_functions_expand_records_of_every_dtype(
 
 
 def test_the_values_of_a_request_import_no_torch() -> None:
-    script = (
+    ran(
         "import sys, engine.request, engine.structure, cachesvc; "
         "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", script], check=True)

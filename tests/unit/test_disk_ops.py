@@ -1,14 +1,13 @@
 """Looking into a disk tier, verifying it, moving its blocks, and letting them go."""
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from tests.children import ran
 from tests.support.disks import closed_later
 from tests.support.faulty_storage import LAYOUT, SCOPE, chain, fetched, put, take
 from tiers.blocks.frames import FrameArena
@@ -129,14 +128,7 @@ def test_another_process_reads_and_writes_beside_the_server(tier):
     """A command line lists, verifies and evicts while the server is open; the server sees it."""
     store(tier, blocks())
     store(tier, blocks(1, scope=OTHER))
-    child = subprocess.run(
-        [sys.executable, "-c", BESIDE, str(tier.root), OTHER.root().hex()],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[2],
-        check=False,
-    )
-    assert child.returncode == 0, child.stderr
+    ran(BESIDE, tier.root, OTHER.root().hex())
     assert load(tier, blocks()) == 4
     assert tier.probe(blocks(1, scope=OTHER)) == 0
     store(tier, blocks(2))

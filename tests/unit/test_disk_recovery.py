@@ -2,12 +2,12 @@
 
 import os
 import pickle
-import time
 from pathlib import Path
 
 import lmdb
 import pytest
 
+from tests.patience import until
 from tests.support.disks import closed_later
 from tests.support.faulty_storage import FaultyStorage, chain, fetched, map_full, put, take
 from tiers.blocks.frames import FrameArena
@@ -50,11 +50,7 @@ def load(tier: DiskTier, seed: int) -> Loaded:
 
 
 def wait_for_check(tier: DiskTier) -> None:
-    deadline = time.monotonic() + 30
-    while not tier.stats().shards[0].ready:
-        assert time.monotonic() < deadline, "the check does not end"
-        time.sleep(0.02)
-        tier.flush()
+    until(lambda: tier.flush() or tier.stats().shards[0].ready)
 
 
 @pytest.fixture

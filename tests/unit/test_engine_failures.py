@@ -1,7 +1,6 @@
 """What fails in a step, a command or a grammar fails its own request; a dead engine says so."""
 
 import threading
-import time
 from array import array
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +13,7 @@ from engine.engine import MAX_FAILURES, Engine
 from engine.errors import EngineClosed, EngineFailed
 from engine.request import FinishReason, Request, SamplingParams, StepOutput
 from engine.settings import EngineSettings
+from tests.patience import until
 from tests.sim.world import World
 from tests.support.chain_runner import ChainRunner, chain_layout
 from tiers.blocks.keys import CacheScope
@@ -66,19 +66,12 @@ class House:
 
     def answer(self, name: str) -> StepOutput:
         """The last output of a request."""
-        wait_for(lambda: bool(self.outputs[name]) and self.outputs[name][-1].last)
+        until(lambda: bool(self.outputs[name]) and self.outputs[name][-1].last)
         return self.outputs[name][-1]
 
     def _take(self, outputs: Any) -> None:
         for output in outputs:
             self.outputs[output.request_id].append(output)
-
-
-def wait_for(done: Any) -> None:
-    give_up = time.monotonic() + 10
-    while not done():
-        assert time.monotonic() < give_up
-        time.sleep(0.001)
 
 
 @pytest.fixture
@@ -140,7 +133,7 @@ def test_a_dead_engine_answers_everybody_and_says_so(house):
     for turn in range(MAX_FAILURES):
         house.ask(f"r{turn}", 1, 2)
         assert FinishReason.ERROR is house.answer(f"r{turn}").finish
-    wait_for(lambda: house.engine.failure is not None)
+    until(lambda: house.engine.failure is not None)
     assert "the device is gone" in (house.engine.stats().failed or "")
     with pytest.raises(EngineFailed, match="the device is gone"):
         house.ask("late", 1, 2)
@@ -178,7 +171,7 @@ def test_a_call_to_an_engine_that_has_ended_is_answered(*, started):
 
 def test_a_call_behind_the_stop_is_answered(house):
     house.engine._post(house.engine._stop)
-    wait_for(lambda: not house.engine._thread.is_alive())
+    until(lambda: not house.engine._thread.is_alive())
     late = house.engine.call(lambda cache: None)
     house.engine.close()
     with pytest.raises(EngineClosed):

@@ -1,8 +1,8 @@
 """What is frozen for speed is still taken apart when the process ends."""
 
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.children import ran
 
 FOLDER = Path(__file__).parents[2] / "engine"
 PROGRAM = """
@@ -37,12 +37,8 @@ print(gc.get_threshold() == usual)
 
 
 def test_a_cycle_is_freed_before_the_freeze_or_at_the_end() -> None:
-    command = [sys.executable, "-c", PROGRAM, str(FOLDER)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    assert ["freed", "frozen", "freed"] == done.stdout.split()
+    assert ["freed", "frozen", "freed"] == ran(PROGRAM, FOLDER).split()
 
 
 def test_only_a_server_scans_the_young_seldom() -> None:
-    command = [sys.executable, "-c", SELDOM, str(FOLDER)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    assert 3 * ["True"] == done.stdout.split()
+    assert 3 * ["True"] == ran(SELDOM, FOLDER).split()

@@ -1,16 +1,12 @@
 """`make gpu-check` runs where there is a GPU; tried here without one, so that it cannot rot."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from tests.bench.gpu_check import __main__ as gpu_check
 from tests.bench.gpu_check import attention, parity, speed
-
-ROOT = Path(__file__).parents[2]
+from tests.children import ran
 
 
 @pytest.mark.timeout(600)
@@ -57,7 +53,4 @@ def test_it_asks_for_nothing_that_a_bare_machine_with_torch_may_lack():
         "    sys.modules[name] = None\n"
         "from tests.bench.gpu_check import __main__, attention, copies, memory, parity, speed\n"
     )
-    child = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert child.returncode == 0, child.stderr
+    ran(code)

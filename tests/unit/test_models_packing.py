@@ -1,13 +1,12 @@
 """What packed layers keep in memory beside their weights."""
 
 import gc
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from engine.models.load import load_model
+from tests.children import ran
 from tests.support.models import save_tiny_model
 
 PROGRAM = """
@@ -36,10 +35,7 @@ print((resident_bytes() - before) >> 20)
 
 def test_kernels_of_many_row_counts_do_not_fill_the_memory():
     """oneDNN and ideep keep 1,024 each by default: 460 MB here, and for good."""
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120, check=True
-    )
-    assert int(done.stdout) < 150
+    assert int(ran(PROGRAM)) < 150
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="asks Linux what is mapped")

@@ -3,7 +3,6 @@
 import logging
 import os
 import shutil
-import time
 from pathlib import Path
 
 import psutil
@@ -17,7 +16,7 @@ from engine.attention.cpu import CpuAttention
 from engine.attention.dense import padded_keys
 from engine.operators import library
 from engine.operators.library import Operators
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, until
 from tiers.blocks.layout import BlockLayout, LayerLayout
 
 WIDTHS = (16, 72, 576, 1536, 4096, 16384)
@@ -293,7 +292,7 @@ def test_a_compiler_ends_with_its_children_when_nobody_waits(closed, tmp_path, m
         assert "the C++ compiler was ended at its work" in caplog.text
     else:
         del compiling
-    _until(lambda: not psutil.pid_exists(child))
+    until(lambda: not psutil.pid_exists(child))
     assert not list(folder.iterdir())
 
 
@@ -338,14 +337,7 @@ def _models(tmp_path, monkeypatch, compiler):
 def _child_of(tmp_path):
     """The number of the process that a compiler's script has written down and waits for."""
     written = tmp_path / "child"
-    _until(lambda: written.exists() and written.read_text() != "")
+    until(lambda: written.exists() and written.read_text() != "")
     child = int(written.read_text())
     assert psutil.pid_exists(child)
     return child
-
-
-def _until(holds):
-    deadline = time.monotonic() + PATIENCE_S
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)

@@ -11,6 +11,7 @@ import pytest
 
 from engine.execution.waiting import WINDOW_S, Waiting, others_used_s
 from engine.openmp import SPINS, allowed_processors, configure, quotas
+from tests.children import ran
 
 CORES = len(allowed_processors())
 TEAM = max(2, CORES)
@@ -127,14 +128,8 @@ thread.join()
 
 @pytest.mark.skipif(CORES != 2 or sys.platform != "linux", reason="libgomp, two cores")
 def test_a_second_team_lets_libgomps_threads_sleep():
-    done = subprocess.run(
-        [sys.executable, "-c", SLEEPS],
-        env={**os.environ, "GOMP_SPINCOUNT": "100000000", "OMP_NUM_THREADS": "2"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    spinning, polite = map(int, done.stdout.split())
+    environ = {**os.environ, "GOMP_SPINCOUNT": "100000000", "OMP_NUM_THREADS": "2"}
+    spinning, polite = map(int, ran(SLEEPS, env=environ).split())
     assert polite > 400 > 4 * spinning
 
 
@@ -150,10 +145,7 @@ def test_what_the_user_has_set_stays():
 def test_the_spins_are_set_before_torch_is_loaded():
     program = "import engine, os, sys; print(os.environ['GOMP_SPINCOUNT'], 'torch' in sys.modules)"
     environ = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=environ, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.split() == [SPINS, "False"]
+    assert ran(program, env=environ).split() == [SPINS, "False"]
 
 
 @pytest.mark.parametrize(

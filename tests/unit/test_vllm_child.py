@@ -5,7 +5,6 @@ import queue
 import signal
 import subprocess
 import sys
-import time
 from contextlib import closing
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import pytest
 from cachesvc.server.vllm import child as module
 from cachesvc.server.vllm.child import VllmChild
 from engine.errors import ModelError
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, until
 
 SERVER = "tests.support.listening"
 KEEPER = f"""
@@ -48,10 +47,7 @@ def group_of(leader: int) -> list[str]:
 
 
 def until_gone(leader: int) -> None:
-    give_up = time.monotonic() + PATIENCE_S
-    while group_of(leader):
-        assert time.monotonic() < give_up
-        time.sleep(0.02)
+    until(lambda: not group_of(leader))
 
 
 def test_it_listens_once_started_and_ends_with_its_workers(tmp_path):

@@ -6,7 +6,6 @@ that makes it right: no page of a registered piece goes back to the system.
 
 import logging
 import threading
-import time
 from contextlib import ExitStack, closing, contextmanager
 
 import pytest
@@ -20,6 +19,7 @@ from cachesvc.vllm.groups import KvGroup
 from cachesvc.vllm.identity import EngineIdentity
 from cachesvc.vllm.locked import LockedMemory
 from cachesvc.vllm.transfers import GroupBlocks, Transfer
+from tests.patience import until
 from tests.unit.test_frames_pinned import Cudart
 from tests.unit.test_node_socket import LAYOUT, joined, prompt, serving, write
 from tiers.blocks.keys import CacheScope
@@ -78,10 +78,7 @@ def locked_bytes(node):
 
 
 def until_unlocked(node):
-    give_up = time.monotonic() + 5
-    while locked_bytes(node):
-        assert time.monotonic() < give_up
-        time.sleep(0.005)
+    until(lambda: not locked_bytes(node))
 
 
 @contextmanager
@@ -250,13 +247,15 @@ def moved(carrier, loads, saves):
     carrier.move(loads, saves)
     waiting = {each.name for each in loads}, {each.name for each in saves}
     failed = set()
-    give_up = time.monotonic() + 20
-    while any(waiting):
+
+    def has_ended():
+        nonlocal waiting
         done = carrier.take_loaded()
-        failed |= done.failed_blocks
+        failed.update(done.failed_blocks)
         waiting = waiting[0] - done.loaded, waiting[1] - set(carrier.take_saved())
-        assert time.monotonic() < give_up
-        time.sleep(0.005)
+        return not any(waiting)
+
+    until(has_ended)
     return failed
 
 

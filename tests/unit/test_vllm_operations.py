@@ -1,7 +1,6 @@
 """Operators' hands on a node, from a server over vLLM: what they remove is gone everywhere."""
 
 import threading
-import time
 from contextlib import closing
 
 import pytest
@@ -11,6 +10,7 @@ from cachesvc.server.vllm.core import ElsewhereError
 from cachesvc.server.vllm.node_operations import NodeOperations
 from cachesvc.vllm.groups import KvGroup
 from cachesvc.vllm.identity import group_roots, rank_roots
+from tests.patience import until
 from tests.unit.test_node_socket import LAYOUT, ROOT, joined, prompt, serving, write
 from tiers.blocks.chain import Chain, KeyedPrefix
 from tiers.blocks.keys import block_ids, token_bytes
@@ -80,10 +80,7 @@ def test_a_purge_takes_every_ranks_blocks_and_stays_until_requests_have_stored(
         write(engine, of_rank(1))
         assert [] == engine.probe(of_rank(1))
         vllm.running = frozenset({"new"})
-        give_up = time.monotonic() + 120
-        while not engine.probe(of_rank(1)):
-            assert time.monotonic() < give_up
-            write(engine, of_rank(1))
+        until(lambda: write(engine, of_rank(1)) or engine.probe(of_rank(1)))
 
 
 def test_a_purge_that_vllm_does_not_follow_has_failed(engine, path, monkeypatch):
