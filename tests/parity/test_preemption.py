@@ -9,7 +9,9 @@ from tests.parity.test_architectures import prompt
 from tests.support.house import BLOCK, House
 
 
-@pytest.mark.parametrize("kind", [*sorted(architectures.RECURRENT), "deepseek_v3", "lfm3"])
+@pytest.mark.parametrize(
+    "kind", [*sorted(architectures.RECURRENT), "deepseek_v3", "gemma2", "lfm3", "qwen3"]
+)
 def test_prompts_beside_others_answer_as_alone_though_some_are_preempted(kind, tmp_path):
     """Twelve blocks for four requests of one to six."""
     loaded = architectures.served(kind)

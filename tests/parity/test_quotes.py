@@ -11,7 +11,7 @@ import pytest
 from api.job import Job
 from cachesvc.operator.lookups import CacheSurvey
 from engine.request import SamplingParams
-from tests.parity.test_engine_tiers import prompts_over
+from tests.parity.test_engine_tiers import prompt_over
 from tests.support.house import BLOCK, House
 from tests.support.models import tiny_model
 from tiers.blocks.keys import CacheScope
@@ -50,7 +50,7 @@ def quoted(house: House, prompt: list[int]) -> Any:
 
 
 def test_a_quote_finds_a_block_in_each_tier_and_the_request_hits_it_there(house):
-    (prompt,) = prompts_over(LOADED, 1)
+    prompt = prompt_over(LOADED)
     house.ask([prompt])
     house.engine.call(lambda _: spread(house.cache)).result(60)
     for _ in range(2):  # to quote moves nothing
@@ -60,11 +60,11 @@ def test_a_quote_finds_a_block_in_each_tier_and_the_request_hits_it_there(house)
 
 
 def test_the_last_token_of_a_fully_cached_prompt_is_not_quoted(house):
-    prompt = prompts_over(LOADED, 1)[0][: 3 * BLOCK]
+    prompt = prompt_over(LOADED)[: 3 * BLOCK]
     house.ask([prompt])
     house.engine.call(lambda _: spread(house.cache)).result(60)
     assert [{"device": BLOCK, "host": BLOCK, "disk": BLOCK - 1}] == quoted(house, prompt)
 
 
 def test_what_never_was_asked_is_quoted_as_a_miss(house):
-    assert [{}] == quoted(house, prompts_over(LOADED, 1)[0])
+    assert [{}] == quoted(house, prompt_over(LOADED))

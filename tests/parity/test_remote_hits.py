@@ -7,7 +7,7 @@ import pytest
 
 from engine.models.load import LoadedModel
 from tests.parity import architectures
-from tests.parity.test_engine_tiers import prompts_over
+from tests.parity.test_engine_tiers import prompt_over
 from tests.redis_server import redis_server
 from tests.support.house import BLOCK, NUM_OUT, House
 from tests.support.models import tiny_model
@@ -63,7 +63,7 @@ def test_the_second_servers_first_request_hits_remotely(model, server):
     """Its answer equals a computed one, and the loaded blocks go on to its own disk, also those
     that are loaded without their windows."""
     one, two = server("one", model=model), server("two", model=model)
-    [prompt] = prompts_over(model_of(model), 1)
+    prompt = prompt_over(model_of(model))
     [(tokens, counts)] = one.ask([prompt])
     assert counts.hit == 0
     one.sink(to_disk=True)

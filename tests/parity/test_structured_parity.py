@@ -102,14 +102,6 @@ def test_chunks_preemption_and_small_pools_change_nothing():
         assert expected[str(int(name) % 2), index] == answer
 
 
-def test_the_length_ends_a_forced_run_where_it_is_reached():
-    house = House(jump=True)
-    for limit in (1, 5, 20):
-        answers = house.told(SamplingParams(temperature=0, max_tokens=limit))
-        for tokens, finish in answers.values():
-            assert (limit, FinishReason.LENGTH) == (len(tokens), finish)
-
-
 def test_logprobs_are_of_every_token_and_so_nothing_is_jumped():
     house = House(jump=True)
     expected = house.told(GREEDY)

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.memory_tier import MemoryTier, SteppedMover
 from tests.support.served import LAYOUT, ROOT, TOKENS, replay_trace, serve, whole
-from tests.support.workloads import Agents, ChatLoad, Documents, Workload, make_trace
+from tests.support.workloads import Load, agents, chat, documents, make_trace
 from tiers.blocks.chain import Chain
 from tiers.blocks.frames import Frame
 from tiers.blocks.keys import BlockId
@@ -19,9 +19,9 @@ from tiers.telemetry.events import CacheEvent
 from tiers.tier import Loaded, TierName
 
 POINTS = 0.5  # percent of the prompt tokens
-LOADS: dict[str, list[Workload]] = {
-    "chat and agents": [ChatLoad(0.5), Agents(0.02)],
-    "documents": [Documents(1.0, num_documents=200, shift_s=300.0)],
+LOADS: dict[str, list[Load]] = {
+    "chat and agents": [chat(0.5), agents(0.02)],
+    "documents": [documents(1.0, number=200, shift_s=300.0)],
 }
 
 

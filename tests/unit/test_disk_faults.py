@@ -185,16 +185,6 @@ def test_a_shard_cut_while_closed_is_dropped(tmp_path, nbytes):
     assert load(tier, blocks()) == Loaded(4, None)
 
 
-def test_garbage_in_place_of_a_shard_is_dropped_and_counted(tmp_path):
-    tier = opened(tmp_path)
-    store(tier, blocks())
-    tier.close()
-    (tmp_path / "shard-000" / "data.mdb").write_bytes(os.urandom(65_536))
-    tier = opened(tmp_path)
-    assert tier.stats().faults == {MissReason.TORN: 4}
-    assert tier.probe(blocks()) == 0
-
-
 def test_another_format_version_is_cleared_and_counted(tmp_path):
     tier = opened(tmp_path)
     store(tier, blocks())

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tiers.blocks.chain import Chain
 from tiers.blocks.contents import Content, block_contents, refusal
-from tiers.blocks.keys import CacheScope, block_ids, child_key, prefix_keys, token_bytes
+from tiers.blocks.keys import CacheScope, block_ids, prefix_keys, token_bytes
 from tiers.blocks.packing import (
     low_halves,
     may_begin,
@@ -47,14 +47,6 @@ def test_token_bytes_are_little_endian_int32_whatever_they_came_in():
     assert token_bytes([1, 258]) == b"\1\0\0\0\2\1\0\0" == token_bytes(array("i", [1, 258]))
 
 
-def test_content_changes_the_key_and_so_every_key_after_it():
-    root = CacheScope().root()
-    plain = Chain(root, range(12), 4)
-    image = Chain(root, range(12), 4, contents=[b"", b"digest"])
-    assert plain.keys[0] == image.keys[0]
-    assert plain.keys[1] != image.keys[1] and plain.keys[2] != image.keys[2]
-
-
 @given(tokens, st.integers(1, 7))
 def test_a_chain_has_the_keys_of_its_tokens_however_it_grew(ids, size):
     root = CacheScope(tenant=b"x").root()
@@ -74,12 +66,6 @@ def test_keys_are_equal_exactly_where_the_prefixes_are(a, b, n):
         zip(Chain(root, a, n).keys, Chain(root, b, n).keys, strict=False), 1
     ):
         assert (x == y) == (a[: number * n] == b[: number * n])
-
-
-def test_a_child_key_depends_on_parent_tokens_and_content():
-    root = CacheScope().root()
-    keys = {child_key(root, b"abcd"), child_key(root, b"abce"), child_key(root, b"abcd", b"!")}
-    assert len(keys | {child_key(child_key(root, b"abcd"), b"abcd")}) == 4
 
 
 ROOT = CacheScope().root()

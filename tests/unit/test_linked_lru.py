@@ -63,16 +63,3 @@ def test_a_block_that_left_knows_no_neighbour():
     order.remove(blocks[2])
     assert all(block.older is block.newer is NO_BLOCK for block in blocks)
     assert order.victim() is None
-
-
-def test_a_leaf_leaves_before_its_parent():
-    """The plain order itself: of a chain that is released from its end, the end leaves first."""
-    order: Lru[str] = Lru()
-    for key in ("abc", "ab", "a", "abd", "ab", "a"):
-        if key in order.coldest(9):
-            order.hold(key)
-            order.release(key, USE)
-        else:
-            order.insert(key, USE)
-    assert ["abc", "abd", "ab", "a"] == [order.victim() for _ in range(4)]
-    assert order.victim() is None

@@ -116,15 +116,6 @@ def test_the_end_of_a_prompt_leaves_before_its_beginning():
     pool.check()
 
 
-def test_pools_of_two_layouts_share_one_capacity():
-    small, large = two_pools(4)
-    write(small, prompt(1, 3))
-    write(large, prompt(2, 4))
-    assert 0 == small.residency.host.num_blocks
-    small.check()
-    large.check()
-
-
 def test_pinned_blocks_of_one_layout_leave_for_another_that_has_no_room():
     small, large = two_pools(4)
     ids = prompt(1, 8)

@@ -47,15 +47,6 @@ class Cache:
         return sum(owner == tenant for owner, _ in self.blocks)
 
 
-def test_a_scan_evicts_its_own_blocks_and_not_the_others():
-    cache = Cache(shared(100, {"a": 40}), 100)
-    for number in range(40):
-        cache.use("a", number)
-    for number in range(1000):
-        cache.use("scan", number)
-    assert (cache.count("a"), cache.count("scan")) == (40, 60)
-
-
 def test_a_quota_is_the_same_part_of_every_tier():
     """A tenant promised half of all bytes has half of the device, whatever it has on the host."""
     shares = QuotaShares(120, {"a": 60})
@@ -160,14 +151,6 @@ def test_quotas_that_cannot_be_kept_are_refused():
 
 def put(pins, name, keys, until_s):
     return pins.put(Pin(name=name, keys=tuple(keys), until_s=until_s))
-
-
-def test_a_pin_holds_until_it_expires():
-    pins = Pins[str](max_blocks=4)
-    assert put(pins, "p", ["a", "b"], until_s=10.0) == []
-    assert pins.expire(9.9) is None
-    assert sorted(pins.expire(10.0)) == ["a", "b"]
-    assert (pins.num_blocks, pins.pins()) == (0, [])
 
 
 def test_a_pin_beyond_the_bound_is_refused_and_changes_nothing():

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.workloads import Agents, ChatLoad, Documents, Scan, make_trace
+from tests.support.workloads import agents, chat, documents, make_trace, scan
 from tiers.errors import ConfigurationError
 from tiers.policy.admission import WritePolicy
 from tiers.replay.replay import ReplayResult, TierPlan, replay
@@ -13,7 +13,7 @@ from tiers.replay.trace import Trace, TraceRequest, read_trace
 
 REAL = Path(__file__).parents[3] / "shared/traces/mooncake_conversation.jsonl.gz"
 MIXED = make_trace(
-    "mixed", [ChatLoad(0.5), Agents(0.03), Scan(0.3), Documents(0.5)], duration_s=900.0, seed=11
+    "mixed", [chat(0.5), agents(0.03), scan(0.3), documents(0.5)], duration_s=900.0, seed=11
 )
 
 
@@ -116,9 +116,9 @@ def test_demoting_a_promoted_block_again_is_free():
 
 
 def test_second_hit_writes_nothing_of_a_scan():
-    scan = make_trace("scan", [Scan(1.0)], duration_s=300.0, seed=1)
-    on_evict = run(scan, 50, 1000)
-    second = run(scan, 50, 1000, write_policy=WritePolicy.ON_SECOND_HIT)
+    once = make_trace("scan", [scan(1.0)], duration_s=300.0, seed=1)
+    on_evict = run(once, 50, 1000)
+    second = run(once, 50, 1000, write_policy=WritePolicy.ON_SECOND_HIT)
     assert on_evict.tiers[1].written_blocks > 1000
     assert second.tiers[1].written_blocks == 0
 
