@@ -9,13 +9,14 @@ import torch
 from numpy.typing import NDArray
 
 from engine.attention.base import PagedAttention, ReferenceAttention
-from engine.batch import Batch, Span
+from engine.batch import Span
 from engine.execution.runner import ModelRunner
 from engine.models.load import LoadedModel, load_adapter
 from engine.request import SamplingParams
 from tests.support.models import (
     ARCHITECTURES,
     VOCAB_SIZE,
+    generated,
     greedy_tokens,
     new_pool,
     save_tiny_adapter,
@@ -65,26 +66,12 @@ def run(
     runner: ModelRunner, prompts: list[tuple[str | None, NDArray[np.int32]]], chunk: int = 1000
 ) -> list[list[int]]:
     """Greedy tokens of several prompts served together, each with its adapter."""
-    tokens = [list(map(int, one)) for _, one in prompts]
-    done = [0 for _ in prompts]
-    while any(len(t) < len(p) + NEW_TOKENS for t, (_, p) in zip(tokens, prompts, strict=True)):
-        spans, ends = [], []
-        for number, (adapter, _) in enumerate(prompts):
-            end = min(len(tokens[number]), done[number] + chunk)
-            part = np.array(tokens[number][done[number] : end], np.int32)
-            table = list(range(number * 8, number * 8 + 8))
-            sample = end == len(tokens[number])
-            spans.append(Span(number, part, done[number], table, sample, GREEDY, adapter=adapter))
-            ends.append(end)
-        done = ends
-        for number, sampled in enumerate(runner.step(Batch(spans))):
-            if sampled.token is not None:
-                tokens[number].append(sampled.token)
-    return [t[len(p) : len(p) + NEW_TOKENS] for t, (_, p) in zip(tokens, prompts, strict=True)]
+    adapters, tokens = zip(*prompts, strict=True)
+    return generated(runner, tokens, NEW_TOKENS, chunk=chunk, adapters=adapters)
 
 
 def runner_of(loaded: LoadedModel, attention: type[PagedAttention] | None = None) -> ModelRunner:
-    pool = new_pool(loaded, 64)
+    pool = new_pool(loaded, 80)
     return ModelRunner(loaded, pool, attention(pool) if attention else None)
 
 

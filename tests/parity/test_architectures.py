@@ -69,16 +69,8 @@ def test_tokens_are_those_of_transformers_cold_and_from_every_tier(loaded, tmp_p
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
-def test_where_bits_are_promised_chunks_and_rows_beside_move_none(loaded, num_threads):
-    before = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
-    try:
-        _compare_chunks(loaded)
-    finally:
-        torch.set_num_threads(before)
-
-
-def _compare_chunks(loaded: LoadedModel) -> None:
+def test_where_bits_are_promised_chunks_and_rows_beside_move_none(loaded, num_threads, threads):
+    threads(num_threads)
     with Watch(PROBE_TOKENS) as watch:
         probe_logits(loaded.model, loaded.port)
     arithmetic = arithmetic_of(loaded.model, "cpu", watch.calls)

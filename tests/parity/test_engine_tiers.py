@@ -4,33 +4,17 @@ Real models, small and seeded, behind the real engine, with the real disk tier.
 """
 
 from array import array
-from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from engine.errors import InvalidParameter, UnknownAdapter
 from engine.models.load import LoadedModel, load_adapter
 from engine.request import Request, SamplingParams
-from tests.support.house import BLOCK, House, from_every_tier
+from tests.support.house import BLOCK, from_every_tier
 from tests.support.models import save_tiny_adapter, tiny_model
 from tiers.blocks.contents import Content
 from tiers.blocks.keys import CacheScope
-
-
-@pytest.fixture
-def house(tmp_path: Path) -> Iterator[Callable[..., House]]:
-    houses: list[House] = []
-
-    def build(loaded: LoadedModel, **settings: object) -> House:
-        houses.append(House(loaded, tmp_path, **settings))
-        return houses[-1]
-
-    yield build
-    for each in houses:
-        if each.engine._thread.is_alive():
-            each.close()
 
 
 def prompt_over(loaded: LoadedModel) -> list[int]:
@@ -38,11 +22,11 @@ def prompt_over(loaded: LoadedModel) -> list[int]:
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2"])
-def test_a_hit_of_full_blocks_alone_answers_as_the_cache_turned_off(architecture, house):
+def test_a_hit_of_full_blocks_alone_answers_as_the_cache_turned_off(architecture, open_house):
     loaded = tiny_model(architecture)
     prompts = [prompt_over(loaded)]
     answers, hits = from_every_tier(
-        lambda: house(loaded, share_tails=False),
+        lambda: open_house(loaded, share_tails=False),
         lambda house, **asked: house.ask(prompts, **asked),
     )
     assert [answers[0]] * 6 == answers
@@ -50,7 +34,9 @@ def test_a_hit_of_full_blocks_alone_answers_as_the_cache_turned_off(architecture
     assert min(hits[2:4]) >= 4 * BLOCK
 
 
-def test_an_adapter_hits_its_own_blocks_in_every_tier_and_nobody_elses(house, tmp_path_factory):
+def test_an_adapter_hits_its_own_blocks_in_every_tier_and_nobody_elses(
+    open_house, tmp_path_factory
+):
     """Base and two adapters ask the same at once: each computes it, each hits its own alone."""
     folders = [tmp_path_factory.mktemp("adapter") for _ in range(2)]
     loaded = tiny_model("llama")
@@ -59,7 +45,7 @@ def test_an_adapter_hits_its_own_blocks_in_every_tier_and_nobody_elses(house, tm
         load_adapter(loaded, f"a{number}", str(folder))
     prompt = prompt_over(loaded)
     three, names = [prompt] * 3, ("a0", None, "a1")
-    first = house(loaded, device_blocks=60)
+    first = open_house(loaded, device_blocks=60)
     expected = [answer for answer, _ in first.ask(three, cache=False, adapters=names)]
     assert len({tuple(answer) for answer in expected}) == 3
     cold = first.ask(three, adapters=names)
@@ -74,7 +60,7 @@ def test_an_adapter_hits_its_own_blocks_in_every_tier_and_nobody_elses(house, tm
     again = tiny_model("llama")  # after a restart the names have changed hands
     load_adapter(again, "a0", str(folders[1]))
     load_adapter(again, "renamed", str(folders[0]))
-    second = house(again, device_blocks=60)
+    second = open_house(again, device_blocks=60)
     other, renamed = second.ask([prompt] * 2, adapters=("a0", "renamed"))
     assert (expected[2], 4 * BLOCK) == (other[0], other[1].hit_disk)
     assert (expected[0], 4 * BLOCK) == (renamed[0], renamed[1].hit_disk)
@@ -82,12 +68,12 @@ def test_an_adapter_hits_its_own_blocks_in_every_tier_and_nobody_elses(house, tm
     third_adapter = tmp_path_factory.mktemp("adapter")
     save_tiny_adapter(third_adapter, seed=9, r=4)
     load_adapter(again, "a0", str(third_adapter))
-    third = house(again, device_blocks=60)
+    third = open_house(again, device_blocks=60)
     [(_, counts)] = third.ask([prompt], adapters=("a0",))
     assert 0 == counts.hit
 
 
-def test_equal_placeholders_of_other_pictures_meet_in_no_tier(house):
+def test_equal_placeholders_of_other_pictures_meet_in_no_tier(open_house):
     """Each finds its own blocks on the device, the host, the disk, and after a restart.
 
     From the picture on: the block before it is the same for all three.
@@ -95,7 +81,7 @@ def test_equal_placeholders_of_other_pictures_meet_in_no_tier(house):
     loaded = tiny_model("llama")
     prompt = [5] * BLOCK + [7] * (3 * BLOCK + 4)
     pictures = [(Content(BLOCK, 3 * BLOCK, digest * 32),) for digest in (b"c", b"d")] + [()]
-    first = house(loaded)
+    first = open_house(loaded)
     cold = first.ask([prompt] * 3, contents=pictures)
     assert all(counts.hit <= BLOCK for _, counts in cold)
     for to_disk, tier in ((None, "hit_device"), (False, "hit_host"), (True, "hit_disk")):
@@ -105,16 +91,16 @@ def test_equal_placeholders_of_other_pictures_meet_in_no_tier(house):
         assert [answer for answer, _ in cold] == [answer for answer, _ in again]
         assert all(getattr(counts, tier) >= 3 * BLOCK for _, counts in again)
     first.close()
-    second = house(loaded)
+    second = open_house(loaded)
     other = (Content(BLOCK, 3 * BLOCK, b"e" * 32),)
     restarted = second.ask([prompt] * 2, contents=[pictures[1], other])
     assert [4 * BLOCK, BLOCK] == [counts.hit for _, counts in restarted]
     assert second.cache.index.collisions == 0
 
 
-def test_an_adapter_unknown_to_the_engine_is_refused_by_name(house):
+def test_an_adapter_unknown_to_the_engine_is_refused_by_name(open_house):
     loaded = tiny_model("llama")
-    engine = house(loaded).engine
+    engine = open_house(loaded).engine
     request = Request(
         request_id="x",
         tokens=array("i", [1]),

@@ -8,13 +8,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.batch import Batch, Span
+from engine.batch import Span
 from engine.execution.runner import ModelRunner
 from engine.models.files import DEFAULT_MODEL
 from engine.models.load import LoadedModel, load_adapter, load_model
 from engine.models.packing import NarrowLinear, PackedLinear
 from engine.request import SamplingParams
-from tests.support.models import save_adapter
+from tests.support.models import generated, save_adapter
 
 pytestmark = [
     pytest.mark.slow,
@@ -25,6 +25,7 @@ pytestmark = [
 ]
 GREEDY = SamplingParams(temperature=0)
 EOS = 2
+TABLES = [list(range(8))]
 
 
 @pytest.fixture(scope="module")
@@ -51,22 +52,6 @@ def loaded(cache_dir: Path, stages: list[str]) -> LoadedModel:
 def new_pool(loaded: LoadedModel) -> torch.Tensor:
     layout = loaded.layout(64, "bfloat16")
     return torch.full((8, *layout.shape), torch.nan, dtype=layout.torch_dtype)
-
-
-def answer(
-    runner: ModelRunner, sequence_id: int, prompt: np.ndarray, computed: int = 0
-) -> list[int]:
-    """Greedy tokens up to the end of sequence, the first `computed` positions being cached."""
-    tokens, generated = list(prompt), list[int]()
-    while not generated or (generated[-1] != EOS and len(generated) < 40):
-        fresh = np.array(tokens[computed:], np.int32)
-        span = Span(sequence_id, fresh, computed, list(range(8)), True, GREEDY)
-        (sampled,) = runner.step(Batch([span]))
-        assert sampled.token is not None
-        computed = len(tokens)
-        tokens.append(sampled.token)
-        generated.append(sampled.token)
-    return generated
 
 
 def test_its_weights_are_kept_in_the_bits_of_the_file(loaded):
@@ -131,11 +116,11 @@ def test_paris_cold_and_after_a_hit(loaded):
     text = loaded.tokenizer.render(question)
     prompt = np.array(loaded.tokenizer.encode(text, add_special_tokens=False), np.int32)
     runner = ModelRunner(loaded, new_pool(loaded))
-    cold = answer(runner, 1, prompt)
+    [cold] = generated(runner, [prompt], 40, end=EOS, tables=TABLES)
     assert "Paris" in loaded.tokenizer.decode(cold)
     assert cold[-1] == EOS
-    runner.forget(1)
-    assert answer(runner, 2, prompt, computed=32) == cold
+    given = {"end": EOS, "tables": TABLES, "computed": 32, "number": 2}
+    assert [cold] == generated(runner, [prompt], 40, **given)
 
 
 def test_a_random_adapter_computes_what_it_does_in_peft(loaded, cache_dir, tmp_path):
@@ -156,15 +141,9 @@ def test_a_random_adapter_computes_what_it_does_in_peft(loaded, cache_dir, tmp_p
         expected = peft(input_ids=ids, use_cache=False).logits[0, -1]
         alone, _ = runner._forward([span])
         mixed, _ = runner._forward([base, span])
-        generated = peft.generate(ids, max_new_tokens=8, do_sample=False)[0, len(prompt) :]
+        tokens = peft.generate(ids, max_new_tokens=8, do_sample=False)[0, len(prompt) :]
     assert torch.equal(alone[0], mixed[1])
     torch.testing.assert_close(alone[0], expected, rtol=1e-3, atol=1e-3)
     assert not torch.allclose(mixed[0], expected, atol=0.1)
-    tokens, computed = list(prompt), 0
-    for _ in range(8):
-        fresh = np.array(tokens[computed:], np.int32)
-        one = Span(3, fresh, computed, [2], True, GREEDY, adapter="own")
-        computed = len(tokens)
-        tokens.append(runner.step(Batch([one]))[0].token or 0)
-    assert generated.tolist() == tokens[len(prompt) :]
+    assert [tokens.tolist()] == generated(runner, [prompt], 8, adapters=["own"], tables=TABLES)
     loaded.adapters.remove("own")

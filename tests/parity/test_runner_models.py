@@ -5,23 +5,20 @@ import pytest
 import xxhash
 from numpy.typing import NDArray
 
-from engine.attention.base import PagedAttention, ReferenceAttention
 from engine.attention.cpu import CpuAttention
-from engine.batch import Batch, Span
 from engine.execution.runner import ModelRunner
 from engine.models.load import LoadedModel
 from engine.models.packing import PackedLinear, has_bfloat16
-from engine.request import SamplingParams
 from tests.support.models import (
     ARCHITECTURES,
     VOCAB_SIZE,
+    generated,
     greedy_tokens,
     new_pool,
     stock_model,
     tiny_model,
 )
 
-GREEDY = SamplingParams(temperature=0)
 BLOCK, NUM_BLOCKS, NEW_TOKENS = 16, 40, 12
 
 
@@ -41,50 +38,8 @@ def stock_tokens(architecture: str, tokens: NDArray[np.int32]) -> list[int]:
     return greedy_tokens(model, tokens.tolist(), NEW_TOKENS)
 
 
-class Sequence:
-    """One greedy sequence, fed to a runner in chunks."""
-
-    def __init__(self, number: int, tokens: NDArray[np.int32], first_block: int) -> None:
-        self.number = number
-        self.tokens = list(tokens)
-        self.num_prompt = len(tokens)
-        self.computed = 0
-        self.table = list(range(first_block, first_block + 10))
-
-    def span(self, count: int) -> Span:
-        end = min(len(self.tokens), self.computed + count)
-        return Span(
-            self.number,
-            np.array(self.tokens[self.computed : end], np.int32),
-            self.computed,
-            self.table,
-            end == len(self.tokens),
-            GREEDY,
-            num_prompt_tokens=self.num_prompt,
-        )
-
-    def took(self, span: Span, token: int | None) -> None:
-        self.computed += len(span.tokens)
-        if token is not None:
-            self.tokens.append(token)
-
-    @property
-    def generated(self) -> list[int]:
-        return self.tokens[self.num_prompt :]
-
-
-def generate(runner: ModelRunner, sequences: list[Sequence], chunk: int = 1000) -> None:
-    """Run all to NEW_TOKENS, together in every step."""
-    while live := [s for s in sequences if len(s.generated) < NEW_TOKENS]:
-        spans = [sequence.span(chunk) for sequence in live]
-        for sequence, span, sampled in zip(live, spans, runner.step(Batch(spans)), strict=True):
-            sequence.took(span, sampled.token)
-
-
-def runner(loaded: LoadedModel, attention: type[ReferenceAttention] | None = None) -> ModelRunner:
-    pool = new_pool(loaded, NUM_BLOCKS, BLOCK)
-    chosen: PagedAttention | None = attention(pool) if attention else None
-    return ModelRunner(loaded, pool, chosen)
+def runner(loaded: LoadedModel) -> ModelRunner:
+    return ModelRunner(loaded, new_pool(loaded, NUM_BLOCKS, BLOCK))
 
 
 def test_warming_up_writes_nothing(loaded):
@@ -97,16 +52,11 @@ def test_a_prefix_that_a_short_prompt_left_serves_a_long_one():
     """LongRoPE's border lies at 64: the prefix ends before it, what continues it ends beyond."""
     loaded = tiny_model("phi3")
     tokens = prompt(90)
-    cold = Sequence(1, tokens, 0)
-    generate(runner(loaded), [cold])
+    cold = generated(runner(loaded), [tokens], NEW_TOKENS)
     both = runner(loaded)
-    short = Sequence(1, tokens[:40], 0)
-    generate(both, [short])
-    both.forget(1)
-    hit = Sequence(2, tokens, 0)
-    hit.computed = 2 * BLOCK
-    generate(both, [hit])
-    assert hit.generated == cold.generated == stock_tokens("phi3", tokens)
+    generated(both, [tokens[:40]], NEW_TOKENS)
+    hit = generated(both, [tokens], NEW_TOKENS, computed=2 * BLOCK, number=2)
+    assert hit == cold == [stock_tokens("phi3", tokens)]
 
 
 def test_the_table_is_part_of_the_weights_digest():
@@ -124,13 +74,8 @@ def test_bfloat16_on_a_cpu_is_packed_attends_fast_and_is_the_same_in_any_company
     fast = runner(loaded)
     assert isinstance(fast._attention, CpuAttention)
     prompts = [prompt(length, seed=length) for length in (33, 90)]
-    alone = [Sequence(1, tokens, 0) for tokens in prompts]
-    for sequence in alone:
-        generate(runner(loaded), [sequence])
-    together = [Sequence(n, tokens, 10 * n) for n, tokens in enumerate(prompts)]
-    generate(fast, together, chunk=2 * BLOCK)
-    assert [one.generated for one in together] == [one.generated for one in alone]
-    hit = Sequence(5, prompts[1], 10)
-    hit.computed = 3 * BLOCK
-    generate(fast, [hit])
-    assert hit.generated == alone[1].generated
+    alone = [generated(runner(loaded), [tokens], NEW_TOKENS)[0] for tokens in prompts]
+    assert alone == generated(fast, prompts, NEW_TOKENS, chunk=2 * BLOCK)
+    table = list(range(10, 20))
+    computed = {"computed": 3 * BLOCK, "tables": [table], "number": 5}
+    assert [alone[1]] == generated(fast, prompts[1:], NEW_TOKENS, **computed)

@@ -18,7 +18,7 @@ from engine.batch import Batch, Span
 from engine.execution import fusing
 from engine.execution.runner import ModelRunner
 from engine.execution.traced import TracedForward, Untraceable, trace
-from engine.models.load import LoadedModel, describe, load_adapter
+from engine.models.load import LoadedModel, load_adapter
 from engine.models.packing import PackedLinear
 from engine.operators.library import Operators
 from engine.promise import BITS, Equal
@@ -27,7 +27,7 @@ from tests.parity import architectures
 from tests.support.models import (
     ARCHITECTURES,
     VOCAB_SIZE,
-    bytes_tokenizer,
+    described,
     new_pool,
     save_tiny_adapter,
     tiny_model,
@@ -107,12 +107,7 @@ def test_a_context_shorter_than_the_check_is_not_recorded():
     """Of learned positions there are no more than the context has."""
     config = GPT2Config(vocab_size=VOCAB_SIZE, n_embd=64, n_layer=2, n_head=4, n_positions=32)
     stock = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    model = stock.eval().requires_grad_(False)
-    digest = b"0" * 16
-    loaded = describe(
-        "short", model, bytes_tokenizer(), weights_digest=digest, dtype="float32", device="cpu"
-    )
-    short = runner(loaded)
+    short = runner(described("short", stock))
     short.warm_up()
     assert short._traced is None
 
@@ -128,19 +123,16 @@ def computed(warm: ModelRunner, *cuts: int) -> None:
     warm.forget(1)
 
 
-def test_chunks_that_sample_nothing_do_not_depend_on_threads(operators):
+def test_chunks_that_sample_nothing_do_not_depend_on_threads(operators, threads):
     """torch divides an activation among its threads, here 501 rows of 96 numbers, and computes the
     last numbers of each share by another function. An operator does not."""
-    loaded, before = replace(tiny_model("llama"), operators=operators), torch.get_num_threads()
+    loaded = replace(tiny_model("llama"), operators=operators)
     pools = [new_pool(loaded, 35, BLOCK) for _ in range(2)]
-    torch.set_num_threads(2)
-    try:
-        for pool, cuts in zip(pools, ((501, 560), (77, 300, 501, 560)), strict=True):
-            warm = ModelRunner(loaded, pool)
-            warm.warm_up()
-            computed(warm, *cuts)
-    finally:
-        torch.set_num_threads(before)
+    threads(2)
+    for pool, cuts in zip(pools, ((501, 560), (77, 300, 501, 560)), strict=True):
+        warm = ModelRunner(loaded, pool)
+        warm.warm_up()
+        computed(warm, *cuts)
     assert torch.equal(*pools)
 
 
@@ -185,30 +177,18 @@ def narrow_model(operators: Operators, *, width: int = 96, **fields: Any) -> Loa
     stock = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for parameter in stock.parameters():
         parameter.data = parameter.data.bfloat16().float()
-    return describe(
-        "narrow",
-        stock.eval().requires_grad_(False),
-        bytes_tokenizer(),
-        weights_digest=b"0" * 16,
-        dtype="float32",
-        device="cpu",
-        operators=operators,
-    )
+    return described("narrow", stock, operators=operators)
 
 
-def test_operators_are_not_compared_with_what_threads_divide(operators):
+def test_operators_are_not_compared_with_what_threads_divide(operators, threads):
     """Of 37 rows of 1,792 gates, torch gives three threads shares that end within its vectors."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    try:
-        loaded = narrow_model(operators, width=1792)
-        warm = runner(loaded)
-        warm.record()
-        assert warm.activates_by_row
-        assert loaded.promise(activated_by_row=True) == BITS
-        assert loaded.promise(activated_by_row=False).equal is Equal.TOKENS
-    finally:
-        torch.set_num_threads(before)
+    threads(3)
+    loaded = narrow_model(operators, width=1792)
+    warm = runner(loaded)
+    warm.record()
+    assert warm.activates_by_row
+    assert loaded.promise(activated_by_row=True) == BITS
+    assert loaded.promise(activated_by_row=False).equal is Equal.TOKENS
 
 
 def test_one_row_alone_has_the_bits_that_it_has_beside_another(narrow, monkeypatch):

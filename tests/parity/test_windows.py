@@ -7,21 +7,19 @@ loaded shows.
 
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from typing import Any
 
 import pytest
 import torch
-import xxhash
 from transformers import AutoModelForCausalLM
 
-from engine.models.load import LoadedModel, describe
+from engine.models.load import LoadedModel
 from tests.parity import architectures
 from tests.parity.test_architectures import prompt
 from tests.support.house import BLOCK, House
-from tests.support.models import bytes_tokenizer
+from tests.support.models import described
 from tiers.blocks.chain import Chain
 from tiers.blocks.frames import Frame, FrameArena
 from tiers.blocks.keys import BlockId, PrefixKey
@@ -54,14 +52,7 @@ def windowed(model_type: str) -> LoadedModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    return describe(
-        model_type,
-        model.eval().requires_grad_(False),
-        bytes_tokenizer(),
-        weights_digest=xxhash.xxh3_128_digest(model_type.encode()),
-        dtype="float32",
-        device="cpu",
-    )
+    return described(model_type, model)
 
 
 @pytest.fixture(params=[*KINDS, "lfm3"])
@@ -70,18 +61,8 @@ def loaded(request: pytest.FixtureRequest) -> LoadedModel:
 
 
 @pytest.fixture
-def open_house(tmp_path: Path) -> Iterator[Callable[..., House]]:
-    houses: list[House] = []
-
-    def build(loaded: LoadedModel, **settings: Any) -> House:
-        given = {"share_tails": False, "device_blocks": 60, **settings}
-        houses.append(House(loaded, tmp_path, **given))
-        return houses[-1]
-
-    yield build
-    for house in houses:
-        if house.engine._thread.is_alive():
-            house.close()
+def open_house(open_house: Callable[..., House]) -> Callable[..., House]:
+    return partial(open_house, share_tails=False, device_blocks=60)
 
 
 def free_places(places: BlockPlaces) -> list[int]:

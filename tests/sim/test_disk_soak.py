@@ -164,6 +164,7 @@ def test_a_long_life(seed, tmp_path):
     while life.written_bytes < 12 * life.tier.capacity_bytes:
         life.step()
     life.end()
+    assert life.num_hits > 50
 
 
 def test_ten_capacities(tmp_path):

@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import xxhash
+from numpy.typing import NDArray
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as FastTokenizer
 from transformers import (
@@ -23,7 +25,11 @@ from transformers import (
     Qwen3Config,
 )
 
+from engine.batch import Batch, Span
+from engine.execution.runner import ModelRunner
 from engine.models.load import LoadedModel, describe
+from engine.operators.library import Operators
+from engine.request import SamplingParams
 from engine.text.tokenizer import Tokenizer
 from tiers.blocks.layout import DTYPES
 
@@ -75,23 +81,38 @@ def bytes_tokenizer() -> Tokenizer:
     return Tokenizer(_bytes_tokenizer())
 
 
+def described(
+    name: str,
+    model: Any,
+    *,
+    contents: str = "",
+    device: str = "cpu",
+    operators: Operators | None = None,
+) -> LoadedModel:
+    """A model of bytes, transformers' own, checked and packed like one in `load_model`; its weights
+    have the digest of these contents."""
+    return describe(
+        name,
+        model.eval().requires_grad_(False),
+        bytes_tokenizer(),
+        weights_digest=xxhash.xxh3_128_digest((contents or name).encode()),
+        dtype=str(model.dtype).removeprefix("torch."),
+        device=device,
+        operators=operators,
+    )
+
+
 def tiny_model(
     architecture: str = "llama", *, seed: int = 0, dtype: str = "float32"
 ) -> LoadedModel:
-    """A seeded model on the CPU, checked like a model in `load_model`.
+    """A seeded model on the CPU.
 
     `architecture` is one of `ARCHITECTURES`. Mistral and Gemma 2 attend through sliding windows,
     Gemma 2 with capped scores.
     """
     contents = f"tiny-{architecture}-{seed}" + ("" if dtype == "float32" else f"-{dtype}")
-    return describe(
-        f"tiny-{architecture}",
-        stock_model(architecture, seed).to(DTYPES[dtype]),
-        bytes_tokenizer(),
-        weights_digest=xxhash.xxh3_128_digest(contents.encode()),
-        dtype=dtype,
-        device="cpu",
-    )
+    model = stock_model(architecture, seed).to(DTYPES[dtype])
+    return described(f"tiny-{architecture}", model, contents=contents)
 
 
 def save_tiny_model(
@@ -162,6 +183,49 @@ def greedy_tokens(model: Any, tokens: Sequence[int], count: int) -> list[int]:
         best = model(input_ids=ids, use_cache=False).logits[:, -1].argmax(-1)
         ids = torch.cat([ids, best[None]], 1)
     found: list[int] = ids[0, len(tokens) :].tolist()
+    return found
+
+
+def generated(
+    runner: ModelRunner,
+    prompts: Sequence[Sequence[int] | NDArray[np.int32]],
+    count: int,
+    *,
+    chunk: int = 1000,
+    computed: int = 0,
+    end: int | None = None,
+    adapters: Sequence[str | None] = (),
+    tables: Sequence[list[int]] = (),
+    number: int = 1,
+) -> list[list[int]]:
+    """Greedy tokens of prompts that are computed beside each other in every step, in chunks; up to
+    `count` or the token `end`. The first `computed` positions stand in the pool. The first has this
+    `number`, and if no `tables` are given, the first ten blocks."""
+    params, numbers = SamplingParams(temperature=0), range(len(prompts))
+    tokens = [[*map(int, prompt)] for prompt in prompts]
+    found, done = [list[int]() for _ in prompts], [computed for _ in prompts]
+    while live := [n for n in numbers if len(found[n]) < count and end not in found[n]]:
+        spans = []
+        for n in live:
+            part = tokens[n][done[n] : done[n] + chunk]
+            span = Span(
+                number + n,
+                np.array(part, np.int32),
+                done[n],
+                tables[n] if tables else list(range(10 * n, 10 * n + 10)),
+                done[n] + len(part) == len(tokens[n]),
+                params,
+                num_prompt_tokens=len(prompts[n]),
+                adapter=adapters[n] if adapters else None,
+            )
+            spans.append(span)
+            done[n] += len(part)
+        for n, sampled in zip(live, runner.step(Batch(spans)), strict=True):
+            if sampled.token is not None:
+                tokens[n].append(sampled.token)
+                found[n].append(sampled.token)
+    for n in numbers:
+        runner.forget(number + n)
     return found
 
 

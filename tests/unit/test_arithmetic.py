@@ -27,14 +27,10 @@ from tiers.blocks.chain import Chain
 from tiers.blocks.keys import CacheScope
 
 
-def test_the_same_machine_has_one_arithmetic_for_any_number_of_threads():
+def test_the_same_machine_has_one_arithmetic_for_any_number_of_threads(threads):
     loaded = tiny_model()
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(2)
-        again = arithmetic_of(loaded.model, "cpu")
-    finally:
-        torch.set_num_threads(before)
+    threads(2)
+    again = arithmetic_of(loaded.model, "cpu")
     # What activations leave equal may be less: torch cuts them into shares for its threads.
     assert replace(again, activations=BITS) == replace(loaded.arithmetic, activations=BITS)
     assert dict(again.names)["torch"] == torch.__version__

@@ -1,8 +1,5 @@
 """A start finds which functions of single numbers depend on the rows beside, of whatever width."""
 
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 import torch
 from torch.nn import functional
@@ -22,13 +19,6 @@ def gates(width: int, dtype: torch.dtype = torch.float32, *, stride: int | None 
     step = stride or width
     shape, strides = (1, PROBE_TOKENS, width), (PROBE_TOKENS * step, step, 1)
     return Call(torch.ops.aten.gelu.default, (), {"approximate": "tanh"}, dtype, shape, strides, 1)
-
-
-@pytest.fixture
-def threads() -> Iterator[Any]:
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -72,24 +72,20 @@ def rows_of(count: int, width: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_products_have_the_bits_of_packed_weights(kind, bias):
-    before = torch.get_num_threads()
-    try:
-        for inputs, outputs in WIDTHS:
-            linear = layer(weight(kind, outputs, inputs), bias=bias)
-            narrow, packed = Packing(narrow=True)(linear, alone=False), PackedLinear(linear)
-            if not isinstance(narrow, NarrowLinear):
-                pytest.skip("this oneDNN adds in an order of its own")
-            assert narrow._packed.numel() == START + KINDS[kind] * outputs * inputs // 1024
-            for count in (2, 3, 4, 5, 7, 13, 37, 97, 193, 200):
-                rows = rows_of(count, inputs)
-                expected = packed(rows)
-                for threads in (1, 2, 3):
-                    torch.set_num_threads(threads)
-                    assert torch.equal(narrow(rows), expected)
-                assert torch.equal(narrow(rows[:, -1:]), expected[:, -1:]), "one row alone"
-    finally:
-        torch.set_num_threads(before)
+def test_products_have_the_bits_of_packed_weights(kind, bias, threads):
+    for inputs, outputs in WIDTHS:
+        linear = layer(weight(kind, outputs, inputs), bias=bias)
+        narrow, packed = Packing(narrow=True)(linear, alone=False), PackedLinear(linear)
+        if not isinstance(narrow, NarrowLinear):
+            pytest.skip("this oneDNN adds in an order of its own")
+        assert narrow._packed.numel() == START + KINDS[kind] * outputs * inputs // 1024
+        for count in (2, 3, 4, 5, 7, 13, 37, 97, 193, 200):
+            rows = rows_of(count, inputs)
+            expected = packed(rows)
+            for num_threads in (1, 2, 3):
+                threads(num_threads)
+                assert torch.equal(narrow(rows), expected)
+            assert torch.equal(narrow(rows[:, -1:]), expected[:, -1:]), "one row alone"
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -73,24 +73,20 @@ def test_attention_has_the_bits_of_dense(operators, dim):
 
 @pytest.mark.parametrize("window", [None, 900])
 @pytest.mark.parametrize("tokens", [1, 2])
-def test_threads_that_share_a_heads_keys_attend_as_one_does(operators, tokens, window):
+def test_threads_that_share_a_heads_keys_attend_as_one_does(operators, tokens, window, threads):
     random = torch.Generator().manual_seed(tokens)
-    before = torch.get_num_threads()
-    try:
-        for start in (767, 768, 1343, 2500):
-            run = torch.randn(2, 3, padded_keys(start + tokens), 64, generator=random)
-            key, value = torch.randn(2, tokens, 3, 64, generator=random)
-            query = torch.randn(tokens, 9, 64, generator=random)
-            attended = []
-            for num_threads in (1, 2, 4):
-                torch.set_num_threads(num_threads)
-                output = torch.full_like(query, torch.nan)
-                call = (query, key, value, 0, tokens, True, [run.clone()], [start], 0, 1)
-                torch.ops.cachesvc.attend_rows(*call, window, 0.125, output)
-                attended.append(output)
-            assert all(torch.equal(attended[0], other) for other in attended[1:]), start
-    finally:
-        torch.set_num_threads(before)
+    for start in (767, 768, 1343, 2500):
+        run = torch.randn(2, 3, padded_keys(start + tokens), 64, generator=random)
+        key, value = torch.randn(2, tokens, 3, 64, generator=random)
+        query = torch.randn(tokens, 9, 64, generator=random)
+        attended = []
+        for num_threads in (1, 2, 4):
+            threads(num_threads)
+            output = torch.full_like(query, torch.nan)
+            call = (query, key, value, 0, tokens, True, [run.clone()], [start], 0, 1)
+            torch.ops.cachesvc.attend_rows(*call, window, 0.125, output)
+            attended.append(output)
+        assert all(torch.equal(attended[0], other) for other in attended[1:]), start
 
 
 def test_weights_of_far_keys_have_torchs_bits_down_to_zero(operators):

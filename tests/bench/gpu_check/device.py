@@ -10,10 +10,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from engine.models.load import LoadedModel, describe
 from engine.request import SamplingParams
 from tests.bench.report import commit
-from tests.support.models import bytes_tokenizer
 
 GREEDY = SamplingParams(temperature=0, ignore_eos=True)
 BLOCK = 64
@@ -44,17 +42,6 @@ def random_model(config: LlamaConfig, device: str) -> Any:
         # A copy: describing a model writes our attention into its configuration.
         model = AutoModelForCausalLM.from_config(deepcopy(config), dtype=dtype)
     return model.eval().requires_grad_(False)
-
-
-def described(model: Any, device: str, name: str = "random") -> LoadedModel:
-    return describe(
-        name,
-        model,
-        bytes_tokenizer(),
-        weights_digest=bytes(16),
-        dtype=str(model.dtype).removeprefix("torch."),
-        device=device,
-    )
 
 
 def timed(device: str, work: Callable[[], object], rounds: int = 5) -> float:

@@ -10,7 +10,8 @@ import numpy as np
 
 from engine.batch import Batch, Span
 from engine.execution.runner import ModelRunner
-from tests.bench.gpu_check.device import BLOCK, GREEDY, TINY, described, random_model, shape, timed
+from tests.bench.gpu_check.device import BLOCK, GREEDY, TINY, random_model, shape, timed
+from tests.support.models import described
 from tiers.memory.device import DevicePool
 
 MOST_SLOWED = 1.5  # by one sequence of 32k tokens among 33
@@ -20,7 +21,7 @@ def check(device: str, small: bool) -> dict[str, Any]:
     """Milliseconds of a decode step: 32 sequences, 33, and 33 of which the first is long."""
     long, short = (512, 64) if small else (32 << 10, 128)
     config = TINY if small else shape(8, 4096, 32, 8, 14336, 2 * long)
-    loaded = described(random_model(config, device), device)
+    loaded = described("random", random_model(config, device), device=device)
     per_short = short // BLOCK + 1
     first = list(range(long // BLOCK + 1))
     num_blocks = len(first) + 33 * per_short
