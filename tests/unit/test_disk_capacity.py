@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.disks import oldest_first
-from tests.unit.test_disk_ops import CAPACITY, blocks, load, opened, store
+from tests.support.disks import CAPACITY, blocks, oldest_first, store
+from tests.unit.test_disk_ops import load, opened
 from tiers.blocks.keys import PrefixKey
 from tiers.disk.directory import read_meta, shard_path
 from tiers.disk.inspection.verify import verify_all

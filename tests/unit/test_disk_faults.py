@@ -16,20 +16,15 @@ import pytest
 
 from cachesvc.config.quantities import parse_size
 from tests.children import in_child
-from tests.support.disks import closed_later
+from tests.support.disks import CAPACITY, FRAMES, blocks, closed_later, load, store
 from tests.support.faulty_storage import (
     LAYOUT,
     FaultyStorage,
     LyingStorage,
-    chain,
     disk_full,
-    fetched,
     io_error,
     map_full,
-    put,
-    take,
 )
-from tiers.blocks.frames import FrameArena
 from tiers.blocks.keys import BlockId
 from tiers.blocks.layout import BlockLayout
 from tiers.disk.directory import FORMAT, LOCK_NAME, DirectoryLock, is_locked, read_meta, write_meta
@@ -39,24 +34,9 @@ from tiers.disk.tier import DiskTier
 from tiers.errors import ConfigurationError, DirectoryLocked, MissReason
 from tiers.tier import Loaded
 
-CAPACITY = 2 << 20
-FRAMES = take(FrameArena(LAYOUT, 9), 9)
-
 
 def opened(root: Path, storage: Storage | None = None, layout: BlockLayout = LAYOUT) -> DiskTier:
     return closed_later(open_disk(root, layout, CAPACITY, storage=storage))
-
-
-def blocks(count: int = 4, seed: int = 0) -> list[BlockId]:
-    return chain(count, block_size=LAYOUT.block_size, seed=seed)
-
-
-def store(tier: DiskTier, ids: list[BlockId]) -> None:
-    put(tier, ids, FRAMES)
-
-
-def load(tier: DiskTier, ids: list[BlockId]) -> Loaded:
-    return fetched(tier, ids, FRAMES)
 
 
 def flip(path: Path, offset: int, bit: int = 0) -> None:
@@ -80,7 +60,7 @@ def test_the_nth_operation_fails(tmp_path, error):
         number += 1
         storage = FaultyStorage(error=error)
         tier = opened(tmp_path / str(number), storage)
-        old, new = blocks(2, seed=1), blocks(3, seed=2)
+        old, new = blocks(1, 2), blocks(2, 3)
         store(tier, old)
         storage.arm(number)
         load(tier, old)
@@ -95,7 +75,7 @@ def test_the_nth_operation_fails(tmp_path, error):
         store(tier, new)
         assert load(tier, new) == Loaded(3, None), f"not usable after failure {number}"
         if failed and storage.num_failed == failed:
-            assert tier.probe(blocks(1, seed=9)) == 0
+            assert tier.probe(blocks(9, 1)) == 0
         tier.close()
         shutil.rmtree(tmp_path / str(number))
         if not failed:
@@ -124,7 +104,7 @@ def test_every_field_of_a_record_is_guarded(tmp_path):
     """One changed bit anywhere in header or payload is a miss, counted, and healed by a store."""
     lying = LyingStorage()
     tier = opened(tmp_path, lying)
-    ids = blocks(1)
+    ids = blocks(count=1)
     store(tier, ids)
     nbytes = tier.stats().read_bytes
     load(tier, ids)
@@ -278,7 +258,7 @@ def test_cold_blocks_are_read_past_the_page_cache(tmp_path):
 def test_a_condemned_record_is_deleted_though_a_write_fails_between(tmp_path):
     storage = FaultyStorage()
     tier = opened(tmp_path, storage)
-    ids = blocks(1)
+    ids = blocks(count=1)
     store(tier, ids)
     flip(tmp_path / "shard-000" / "data.mdb", record_offset(tier, ids[0]) + 2000)
     assert load(tier, ids) == Loaded(0, MissReason.CHECKSUM)

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.children import ran
-from tests.support.disks import closed_later
-from tests.support.faulty_storage import LAYOUT, SCOPE, chain, fetched, put, take
-from tiers.blocks.frames import FrameArena
-from tiers.blocks.keys import TOKEN_BYTES, BlockId, CacheScope, PrefixKey
+from tests.support.disks import CAPACITY, FRAMES, Clock, blocks, closed_later, store
+from tests.support.faulty_storage import LAYOUT, fetched
+from tiers.blocks.keys import TOKEN_BYTES, BlockId, CacheScope
 from tiers.disk.format.rows import DAY_S
 from tiers.disk.inspection.opening import open_shards
 from tiers.disk.inspection.verify import verify, verify_all
@@ -23,19 +22,7 @@ from tiers.disk.tier import DiskTier
 from tiers.errors import ConfigurationError, MissReason
 from tiers.tier import Loaded
 
-CAPACITY = 2 << 20
-FRAMES = take(FrameArena(LAYOUT, 17), 17)
 OTHER = CacheScope(weights=b"tiny", tenant=b"other")
-
-
-class Clock:
-    """Seconds that pass when told to."""
-
-    def __init__(self) -> None:
-        self.now_s = 1_700_000_000.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def opened(
@@ -57,14 +44,6 @@ def opened(
         check_s=60,  # a busy machine is no reason to check a shard in another process
     )
     return closed_later(tier)
-
-
-def blocks(seed: int = 0, count: int = 4, scope: CacheScope = SCOPE) -> list[BlockId]:
-    return chain(count, block_size=LAYOUT.block_size, seed=seed, scope=scope)
-
-
-def store(tier: DiskTier, ids: list[BlockId]) -> list[PrefixKey]:
-    return put(tier, ids, FRAMES)
 
 
 def load(tier: DiskTier, ids: list[BlockId]) -> int:

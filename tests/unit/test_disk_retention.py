@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.disks import closed_later
+from tests.support.disks import Clock, closed_later
 from tests.support.faulty_storage import chain, fill, take
 from tiers.blocks.frames import Frame, FrameArena
 from tiers.blocks.keys import BlockId, CacheScope
@@ -21,13 +21,6 @@ LAYOUT = BlockLayout.uniform(
 CAPACITY = 3 << 20
 ACME = CacheScope(tenant=b"acme")
 SCAN = CacheScope(tenant=b"scan")
-
-
-class Clock:
-    now_s = 1_000_000.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 @pytest.fixture

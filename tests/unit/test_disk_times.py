@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.disks import Clock, blocks
+from tests.support.disks import store as store_now
 from tests.support.served import LAYOUT as SMALL
 from tests.support.served import TOKENS, serve, settle
-from tests.unit.test_disk_ops import Clock, blocks, load, opened
-from tests.unit.test_disk_ops import store as store_now
+from tests.unit.test_disk_ops import load, opened
 from tiers.blocks.chain import Chain
 from tiers.blocks.keys import CacheScope
 from tiers.cache import CacheSettings, TieredCache

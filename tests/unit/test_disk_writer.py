@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.disks import closed_later, oldest_first
-from tests.support.faulty_storage import FaultyStorage, map_full
-from tests.unit.test_disk_ops import CAPACITY, LAYOUT, Clock, blocks, load, opened, store
+from tests.support.disks import CAPACITY, Clock, blocks, closed_later, oldest_first, store
+from tests.support.faulty_storage import LAYOUT, FaultyStorage, map_full
+from tests.unit.test_disk_ops import load, opened
 from tests.unit.test_disk_retention import ACME
 from tiers.blocks.keys import BlockId, PrefixKey
 from tiers.disk.open import open_disk

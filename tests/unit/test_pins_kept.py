@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.chain_runner import chain_layout
+from tests.support.disks import Clock
 from tests.support.memory_tier import MemoryTier, SteppedMover
 from tiers.blocks.chain import Chain
 from tiers.blocks.keys import CacheScope, PrefixKey
@@ -22,14 +23,6 @@ from tiers.transfer.ticket import Progress
 BLOCK = 4
 LAYOUT = chain_layout(BLOCK)
 ROOT = CacheScope(tenant=b"acme").root()
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 1_000_000.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 class Bench:

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 
 from tests.sim import world as sim
-from tests.support.faulty_storage import SCOPE, chain, fetched, fill, put, take
+from tests.support.disks import CAPACITY, FRAMES, blocks, load
+from tests.support.faulty_storage import LAYOUT, SCOPE, chain, fill, put
 from tests.support.memory_tier import MemoryTier
-from tiers.blocks.frames import FrameArena
 from tiers.blocks.keys import BlockId, CacheScope
-from tiers.blocks.layout import BlockLayout
 from tiers.disk.open import open_disk
 from tiers.errors import ConfigurationError, MissReason
 from tiers.remote.breaker import FAILURES, StoreBreaker
@@ -24,9 +23,6 @@ from tiers.remote.stacked import StackedTier
 from tiers.remote.tier import RemoteTier, object_name
 from tiers.tier import Loaded, TierName
 
-LAYOUT = BlockLayout.uniform(1, 16, 2, 16, "float32")
-CAPACITY = 2 << 20
-FRAMES = take(FrameArena(LAYOUT, 9), 9)
 DISK, REMOTE = TierName.DISK, TierName.REMOTE
 
 
@@ -107,17 +103,9 @@ def server(tmp_path: Path, objects: Objects) -> Iterator[Servers]:
     servers.close()
 
 
-def blocks(seed: int = 0, count: int = 4) -> list[BlockId]:
-    return chain(count, block_size=LAYOUT.block_size, seed=seed)
-
-
 def store(tier: StackedTier, ids: list[BlockId]) -> None:
     assert put(tier, ids, FRAMES) == []
     assert tier.remote.drain(10)
-
-
-def load(tier: StackedTier, ids: list[BlockId]) -> Loaded:
-    return fetched(tier, ids, FRAMES)
 
 
 def test_a_prefix_may_lie_in_parts_on_disk_and_remotely(server, objects):

@@ -1,15 +1,9 @@
 """How a vLLM engine reaches its node: one that fails is a miss, and one that is back is used."""
 
 from cachesvc.vllm.link import RETRY_S, NodeLink
+from tests.support.disks import Clock
 from tests.unit.test_node_socket import LAYOUT, prompt, serving, write
 from tiers.tier import TierName
-
-
-class Clock:
-    now_s = 100.0
-
-    def __call__(self):
-        return self.now_s
 
 
 def put(node):
