@@ -26,7 +26,7 @@ async def chat_completions(request: Request) -> Response:
     chat = await chat_of(arrival, body)
     wire_format = ChatFormat(
         chat.job,
-        [chat.new_reply() for _ in range(chat.job.num_choices)],
+        [chat.new_reply() for _ in range(body.n or 1)],
         logprobs=body.logprobs_asked is not None,
         usage_follows=body.wants_usage_chunk,
     )

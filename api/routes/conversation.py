@@ -15,8 +15,9 @@ from api.requests.turns import TurnReplay, common_length, turn_of
 from api.routes.prompts import ChatPrompt, chat_prompt, encode_chat, ends_thinking
 from api.served_model import ServedModel, find_model
 from api.shapes.chat import message_of
+from api.shapes.message import Breakpoint
 from api.shapes.reply import Reply
-from api.shapes.schemas import Breakpoint, ChatBody
+from api.shapes.schemas import ChatBody
 from api.shapes.structured import chat_answer
 from api.shapes.translation import with_answer
 from api.tools.reasoning import ThinkParser

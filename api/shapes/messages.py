@@ -9,9 +9,8 @@ from api.errors import InvalidRequest, Unsupported
 from api.served_model import ServedModel
 from api.shapes.blocks import ContentReader
 from api.shapes.body import MESSAGES_MAX, Body, Items
-from api.shapes.breakpoints import CacheControl
 from api.shapes.fields import MESSAGES, ignored_names, refuse_unserved
-from api.shapes.message import text_only
+from api.shapes.message import CacheControl, text_only
 from api.shapes.schemas import ChatBody, Extension, Salt
 from api.shapes.template import fitting_thinking
 from api.shapes.translation import Plain, chat_body, going_on, merged_systems

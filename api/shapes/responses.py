@@ -7,9 +7,8 @@ from pydantic import ConfigDict, Field
 
 from api.errors import InvalidRequest, Unsupported
 from api.shapes.body import ITEMS_MAX, MESSAGES_MAX, Body, Items
-from api.shapes.breakpoints import CacheOptions, mark_of
 from api.shapes.fields import RESPONSES, refuse_unserved
-from api.shapes.message import text_only
+from api.shapes.message import CacheOptions, mark_of, text_only
 from api.shapes.schemas import ChatBody, Extension, Salt
 from api.shapes.translation import (
     Plain,

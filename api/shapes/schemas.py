@@ -5,7 +5,7 @@ known field that would change the answer and is not served is refused, never sil
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Annotated, Any, ClassVar, Literal
@@ -14,7 +14,6 @@ from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from api.errors import InvalidRequest, Unsupported
 from api.shapes.body import MESSAGES_MAX, Body, Items
-from api.shapes.breakpoints import TTL_S, WRITES_MOST, CacheControl, CacheOptions
 from api.shapes.fields import (
     CHAT,
     COMPLETIONS,
@@ -22,7 +21,16 @@ from api.shapes.fields import (
     Unserved,
     check_fields,
 )
-from api.shapes.message import SYSTEM_ROLES, FunctionTool, Message
+from api.shapes.message import (
+    TTL_S,
+    WRITES_MOST,
+    Breakpoint,
+    CacheControl,
+    CacheOptions,
+    FunctionTool,
+    Message,
+    marked_points,
+)
 from engine.bounds import (
     MAX_COUNT,
     MAX_REPETITION_PENALTY,
@@ -231,19 +239,6 @@ class GenerationBody(LabelledBody):
 
 
 @dataclass(frozen=True, slots=True)
-class Breakpoint:
-    """A point of a chat: after `messages` messages and `parts` parts of the last (0: all)."""
-
-    for_s: float
-    messages: int
-    parts: int = 0
-
-    def ends_before(self, other: "Breakpoint") -> bool:
-        """Whether the other is of a later message and lasts as long."""
-        return self.messages < other.messages and self.for_s <= other.for_s
-
-
-@dataclass(frozen=True, slots=True)
 class CacheAsked:
     """How a chat uses the cache."""
 
@@ -251,15 +246,6 @@ class CacheAsked:
     share: str | None  # the sharing group whose blocks it uses
     apart: tuple[Content, ...]  # what keeps its blocks apart; see `GenerationBody.apart`
     points: list[Breakpoint]  # up to which it is kept
-
-
-def _marks(number: int, message: Message, options: CacheOptions) -> Iterator[Breakpoint]:
-    parts = message.content if isinstance(message.content, list) else []
-    for place, part in enumerate(parts):
-        if (for_s := part.keep_s(options)) is not None:
-            yield Breakpoint(for_s, number + 1, place + 1)
-    if (for_s := message.keep_s(options)) is not None:
-        yield Breakpoint(for_s, number + 1)
 
 
 class ChatBody(GenerationBody):
@@ -306,33 +292,20 @@ class ChatBody(GenerationBody):
         Of the conversation, without those that one of a later turn covers.
         """
         options = self.prompt_cache_options or CacheOptions()
-        found = list(self._marks_of_tools())
-        for number, each in enumerate(self.messages):
-            found += _marks(number, each, options)
+        num_system = sum(1 for _ in takewhile(lambda each: each.is_system, self.messages))
+        found = list(marked_points(self.messages, self.tools or (), num_system, options))
         if self.cache_control is not None:
             found.append(Breakpoint(self.cache_control.for_s, len(self.messages)))
         elif self.prompt_cache_retention == "24h":
             found.append(Breakpoint(TTL_S["24h"], len(self.messages)))
         elif self.prompt_cache_options and options.mode != "explicit":
             found.append(Breakpoint(options.for_s, len(self.messages)))
-        num_system = self._num_system
         needed = [
             point
             for number, point in enumerate(found)
             if point.messages <= num_system or not any(map(point.ends_before, found[number:]))
         ]
         return needed[-WRITES_MOST:]
-
-    @property
-    def _num_system(self) -> int:
-        """The number of the system's messages before the first turn."""
-        return sum(1 for _ in takewhile(lambda each: each.role in SYSTEM_ROLES, self.messages))
-
-    def _marks_of_tools(self) -> "Iterator[Breakpoint]":
-        """Templates put tools before, within or after the system's text, so it is kept too."""
-        for tool in self.tools or []:
-            if tool.mark is not None:
-                yield Breakpoint(tool.mark.for_s, self._num_system)
 
     def until(self, point: "Breakpoint") -> "ChatBody | None":
         """The chat cut at a breakpoint; None if that is its end."""
@@ -348,7 +321,7 @@ class ChatBody(GenerationBody):
             calls = None if point.parts else last.tool_calls
             cut = last.model_copy(update={"content": parts[:num_parts], "tool_calls": calls})
         messages = [*before, cut]
-        if all(each.role in SYSTEM_ROLES for each in messages):
+        if all(each.is_system for each in messages):
             messages.append(Message(role="user", content=""))  # templates need one
         return self._of(messages)
 

@@ -8,8 +8,7 @@ import orjson
 
 from api.errors import InvalidRequest
 from api.shapes.body import checked
-from api.shapes.breakpoints import mark_of
-from api.shapes.message import SYSTEM_ROLES
+from api.shapes.message import SYSTEM_ROLES, mark_of
 from api.shapes.schemas import ChatBody
 
 Plain = dict[str, Any]

@@ -17,7 +17,7 @@ from api.shapes.blocks import (
     checked,
 )
 from api.shapes.body import Body, Items
-from api.shapes.breakpoints import CacheControl
+from api.shapes.message import CacheControl
 from api.shapes.translation import Plain, call_message, content_of
 
 
