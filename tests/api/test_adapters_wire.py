@@ -1,9 +1,7 @@
 """Adapters as clients see them: the real service over a tiny model, in process, with a ledger."""
 
 from decimal import Decimal
-from typing import Any
 
-import httpx
 import pytest
 
 from tests.api.real_service import served
@@ -28,7 +26,7 @@ def folders(tmp_path_factory):
     return folder
 
 
-async def ask(client: httpx.AsyncClient, model: str) -> tuple[str, dict[str, Any]]:
+async def ask(client, model):
     response = await client.post(CHAT, json=HELLO | {"model": model})
     answer = response.json()
     assert (200, model) == (response.status_code, answer["model"]), answer

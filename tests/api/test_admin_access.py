@@ -1,11 +1,9 @@
 """Who may come into `/admin`: cookies, keys, the operator's token, roles, CSRF."""
 
-import httpx
 import pytest
 
 from api.admin.access import Admin, Role
 from api.admin.login.sessions import MAX_SESSIONS, Sessions
-from api.admin.parts import AdminParts
 from tests.support.admin import OPERATOR_TOKEN, admin_client, error_of, fake_parts
 
 LOOK, CHANGE = "/admin/api/whoami", "/admin/api/links"
@@ -22,7 +20,7 @@ async def client(parts):
         yield client
 
 
-def log_in(parts: AdminParts, client: httpx.AsyncClient, role: Role = Role.ADMIN) -> str:
+def log_in(parts, client, role=Role.ADMIN):
     """A session in the client's cookies; returns its CSRF token."""
     token, session = parts.sessions.open(Admin("ada", role))
     client.cookies.set("cachesvc_admin_8000", token)

@@ -3,10 +3,8 @@
 import asyncio
 
 import pytest
-from fastapi import APIRouter
 
 from api.admin import router
-from api.admin.parts import AdminParts
 from api.app import create_app
 from tests.support.admin import admin_client, fake_parts
 from tests.support.wire import fake_house
@@ -28,7 +26,7 @@ async def client(house):
 async def test_they_are_made_once_by_the_first_requests_for_them_alone(client, monkeypatch):
     made, make = [], router.admin_router
 
-    def counted(parts: AdminParts) -> APIRouter:
+    def counted(parts):
         made.append(parts)
         return make(parts)
 

@@ -7,7 +7,6 @@ import httpx
 import pytest
 
 from api.admin.login.guard import PER_ADDRESS, LoginLimits, network_of
-from api.admin.parts import AdminParts
 from api.errors import RateLimited
 from tests.support.admin import OPERATOR_TOKEN, admin_client, error_of, fake_parts
 
@@ -37,25 +36,24 @@ STATS: dict[str, Any] = {
 }
 
 
-def actions(parts: AdminParts) -> list[tuple[str, str]]:
-    found: list[tuple[str, str]] = parts.record.actions  # type: ignore[attr-defined]
-    return found
+def actions(parts):
+    return parts.record.actions  # type: ignore[attr-defined]
 
 
-async def proof_of(client: httpx.AsyncClient) -> str:
+async def proof_of(client):
     page = await client.get("/admin/login")
     found = re.search(r'name="proof" value="([0-9a-f]+)"', page.text)
     assert found, page.text
     return found[1]
 
 
-async def log_in(client: httpx.AsyncClient, key: str = "sk-ada", **fields: str) -> httpx.Response:
+async def log_in(client, key="sk-ada", **fields):
     proof = await proof_of(client)
     data = {"proof": proof, "key": key} | fields
     return await client.post("/admin/login", data=data, headers=PERSON)
 
 
-async def csrf_of(client: httpx.AsyncClient) -> dict[str, str]:
+async def csrf_of(client):
     page = await client.get("/admin", headers=PERSON)
     found = re.search(r'name="csrf_token" value="([^"]+)"', page.text)
     assert found, page.text
@@ -70,9 +68,9 @@ async def test_the_overview_tells_what_fires():
         "runbook": "ops/runbooks/tier-faults.md",
     }
     headers = {**PERSON, "authorization": f"Bearer {OPERATOR_TOKEN}"}
-    told: list[dict[str, str]] = []
+    told = []
 
-    async def fires() -> list[dict[str, str]]:
+    async def fires():
         return told
 
     async with admin_client(fake_parts(stats=lambda: STATS, alerts=fires)) as client:

@@ -5,7 +5,6 @@ The engine is a stand-in that speaks real HTTP, as vLLM 0.32 and SGLang's docume
 
 import socket
 from pathlib import Path
-from typing import Any
 
 import anyio
 import orjson
@@ -13,7 +12,6 @@ import pytest
 
 from billing.gate.entries import Kind
 from billing.store import reports
-from cachesvc.service import Service
 from engine.errors import ModelError
 from engine.models.describe import describe_folder
 from engine.remote import client as client_module
@@ -67,11 +65,11 @@ def engine(probe):
         yield server
 
 
-def body(**more: Any) -> dict[str, Any]:
+def body(**more):
     return {"model": "tiny", "prompt": PROMPT, "max_tokens": 8, **more}
 
 
-def charges(service: Service) -> list[dict[str, int]]:
+def charges(service):
     """The usage of what was charged, of the tenant without a key."""
     with service._money.books.store.reading() as connection:
         return [
@@ -217,7 +215,7 @@ async def test_a_server_is_ready_while_one_of_its_engines_answers(
     urls = [engine.url, other.url]
     async with serving(tmp_path, model, engine_backend=urls) as (service, client):
 
-        async def until(is_up: list[bool]) -> Any:
+        async def until(is_up):
             with anyio.fail_after(PATIENCE_S):
                 while is_up != [each.is_up for each in service.core.engine.stats().engines]:
                     await anyio.sleep(0.02)
@@ -285,9 +283,9 @@ async def test_a_client_that_leaves_pays_the_prompt_once_the_engine_has_it(
     """It may be computed, and nothing tells. A body that nobody takes is none."""
     engine.script = [2.0, *[vllm_chunk([72]), 0.02] * 2000]
     async with serving(tmp_path, model, engine_backend=engine.url) as (service, client):
-        app: Any = client._transport.app
+        app = client._transport.app
 
-        def begun() -> int:
+        def begun():
             return service.core.engine.stats().engines[0].num_in_flight
 
         visit = Visit(app, "/v1/completions", body(stream=stream), host="localhost").start()

@@ -1,9 +1,7 @@
 """Every field that a provider documents is honoured, refused, or ignored on purpose."""
 
-from collections.abc import Iterator, Sequence
 from typing import Any, get_args, get_type_hints
 
-import httpx
 import openai.types.chat.completion_create_params as openai_chat
 import openai.types.completion_create_params as openai_text
 import openai.types.responses.response_create_params as openai_responses
@@ -14,7 +12,7 @@ from pydantic import BaseModel
 from typing_extensions import is_typeddict
 
 from tests.support.protocols import PROTOCOLS, Handling
-from tests.support.wire import ByteTokenizer, FakeHouse, Script
+from tests.support.wire import ByteTokenizer, Script
 
 CHAT = "/v1/chat/completions"
 HELLO: dict[str, Any] = {"model": "bytes", "messages": [{"role": "user", "content": "hi"}]}
@@ -62,7 +60,7 @@ UNREAD: dict[str, dict[str, set[str]]] = {
 OF_MANY_KINDS = {"content", "input", "tools", "tool_choice", "system"}
 
 
-def kinds_within(hint: Any) -> Iterator[Any]:
+def kinds_within(hint):
     """The typed dictionaries and models that a type mentions."""
     if is_typeddict(hint) or (isinstance(hint, type) and issubclass(hint, BaseModel)):
         yield hint
@@ -70,13 +68,13 @@ def kinds_within(hint: Any) -> Iterator[Any]:
         yield from kinds_within(inner)
 
 
-def unread(theirs: Sequence[Any], ours: Sequence[type[BaseModel]], path: str = "") -> Any:
+def unread(theirs, ours, path=""):
     """The fields of nested objects that a client's types name and our models do not, by path."""
-    named: dict[str, list[Any]] = {}
+    named = {}
     for kind in theirs:
         for name, hint in get_type_hints(kind, include_extras=True).items():
             named.setdefault(name, []).extend(kinds_within(hint))
-    known: dict[str, list[Any]] = {}
+    known = {}
     for model in ours:
         for name, field in model.model_fields.items():
             known.setdefault(field.alias or name, []).extend(kinds_within(field.annotation))
@@ -173,7 +171,7 @@ async def test_a_refusal_in_parts_is_its_text(client, house):
 async def test_a_salt_or_an_end_user_keeps_blocks_apart(client, house):
     """They name a content of the first token, so equal prompts have other keys."""
 
-    async def named(path: str = CHAT, **fields: object) -> object:
+    async def named(path=CHAT, **fields):
         answer = await client.post(path, json=BODIES[path] | fields)
         assert 200 == answer.status_code, answer.text
         request = house.engine.requests[-1]
@@ -243,7 +241,7 @@ async def test_writes_and_marked_tokens_are_in_every_usage(client, house):
     assert 1 == usage["cache_read_input_tokens_details"]["device"]
 
 
-def part(text: str, **mark: object) -> dict[str, Any]:
+def part(text, **mark):
     return {"type": "text", "text": text, **mark}
 
 
@@ -251,7 +249,7 @@ BREAKPOINT = {"prompt_cache_breakpoint": {"mode": "explicit"}}
 EPHEMERAL = {"cache_control": {"type": "ephemeral"}}
 
 
-async def kept(client: httpx.AsyncClient, house: FakeHouse, **fields: Any) -> list[Any]:
+async def kept(client, house, **fields):
     """(seconds, tokens) of each point that the request keeps its prompt up to."""
     answer = await client.post(CHAT, json=HELLO | fields)
     assert 200 == answer.status_code, answer.text
@@ -263,7 +261,7 @@ async def test_marked_parts_are_kept_for_their_ttl(client, house):
     upto = len(f"system: {law}")
     user = {"role": "user", "content": "hi"}
 
-    def asked(*parts: dict[str, Any]) -> list[Any]:
+    def asked(*parts):
         return [{"role": "system", "content": list(parts)}, user]
 
     marked = asked(part(law, **BREAKPOINT), part("2026"))
@@ -300,7 +298,7 @@ async def test_a_mark_on_the_whole_chat_keeps_the_whole_prompt(client, house):
 @pytest.mark.parametrize("inside", [False, True])
 async def test_marked_tools_are_kept_with_what_the_system_says(client, house, inside):
     """The template of these tests has no tools: they would stand before the first turn's text."""
-    function: dict[str, Any] = {"name": "look"}
+    function = {"name": "look"}
     tool = {"type": "function", "function": function}
     (function if inside else tool).update(EPHEMERAL)
     law, user = {"role": "system", "content": "law " * 20}, {"role": "user", "content": "hi"}

@@ -1,10 +1,8 @@
 """Every content block of Anthropic's clients: rendered, given a short text in its place, or refused
 by type and place. Also a last message of the assistant, which is continued."""
 
-from collections.abc import Iterator
 from typing import Any, get_args, get_type_hints
 
-import httpx
 import pytest
 from anthropic.types.beta import beta_content_block_param
 from transformers import AutoTokenizer
@@ -16,7 +14,7 @@ from tests.api.conftest import running
 from tests.api.real_service import served
 from tests.api.test_messages_wire import MESSAGES, body, sent
 from tests.api.test_steering_real import tiny
-from tests.support.wire import ByteTokenizer, FakeHouse, Script, byte_model, fake_house
+from tests.support.wire import ByteTokenizer, Script, byte_model, fake_house
 
 HI, GO_ON = {"role": "user", "content": "hi"}, {"role": "user", "content": "go on"}
 PDF = {"type": "base64", "media_type": "application/pdf", "data": "AAAA"}
@@ -28,19 +26,19 @@ SOUGHT = {"type": "search_result", "source": "a.example", "title": "A"} | {
 REFUSED = {"tool_addition", "tool_removal"}
 
 
-def block(kind: str, **fields: Any) -> dict[str, Any]:
+def block(kind, **fields):
     return {"type": kind, **fields}
 
 
-def used(kind: str, **fields: Any) -> dict[str, Any]:
+def used(kind, **fields):
     return block(kind, id="s1", name="look", input={"q": "x"}) | fields
 
 
-def ran(kind: str, content: Any) -> dict[str, Any]:
+def ran(kind, content):
     return block(kind, tool_use_id="s1", content=content)
 
 
-def document(source: Any, **fields: Any) -> dict[str, Any]:
+def document(source, **fields):
     return block("document", source=source, **fields)
 
 
@@ -87,11 +85,11 @@ OF_RESULT: list[tuple[Any, str]] = [
 ]
 
 
-def result(*content: Any) -> dict[str, Any]:
+def result(*content):
     return {"type": "tool_result", "tool_use_id": "t1", "content": list(content)}
 
 
-def called(*content: Any) -> list[dict[str, Any]]:
+def called(*content):
     call = {"type": "tool_use", "id": "t1", "name": "f", "input": {}}
     told = {"role": "user", "content": [result(*content)]}
     return [HI, {"role": "assistant", "content": [call]}, told]
@@ -100,7 +98,7 @@ def called(*content: Any) -> list[dict[str, Any]]:
 OTHER_FIELDS = {"cache_control", "citations", "caller", "state_changes", "tool", "input_schema"}
 
 
-def types_of(hint: Any, seen: set[Any]) -> Iterator[str]:
+def types_of(hint, seen):
     """The types of all blocks that a type of the client names, at any depth."""
     if not is_typeddict(hint):
         for inner in get_args(hint):
@@ -122,7 +120,7 @@ def test_every_block_of_the_client_is_in_the_table():
     assert len(theirs) > 40
 
 
-async def answered(client: httpx.AsyncClient, house: FakeHouse, messages: list[Any]) -> str:
+async def answered(client, house, messages):
     answer = await client.post(MESSAGES, json=body(messages=messages))
     assert 200 == answer.status_code, answer.text
     return sent(house)
@@ -199,7 +197,7 @@ async def test_a_block_that_is_not_known_there_is_refused_by_type_and_place(
 
 
 async def test_a_block_without_end_is_refused(client):
-    deep: Any = "x"
+    deep = "x"
     for _ in range(400):
         deep = [deep]
     for block in ({"type": "search_result", "content": deep}, used("server_tool_use", input=deep)):
@@ -351,11 +349,11 @@ async def test_a_continued_turn_hits_like_any_other(tmp_path, template):
         turn = {"role": "user", "content": "A question. " * 20}
         begun = {"role": "assistant", "content": "An answer that has begun, at length"}
 
-        async def usage(path: str, messages: list[Any], **more: Any) -> dict[str, int]:
+        async def usage(path, messages, **more):
             asked = {"model": str(folder), "messages": messages, **more}
             answer = await client.post(path, json=asked)
             assert 200 == answer.status_code, answer.text
-            told: dict[str, Any] = answer.json()
+            told = answer.json()
             return told.get("usage", told)
 
         tokenizer = Tokenizer(AutoTokenizer.from_pretrained(folder))

@@ -2,10 +2,8 @@
 
 import pytest
 
-from billing.gate.entries import Entry
 from billing.proof import audit
 from billing.store import reports as store_reports
-from billing.store.store import LedgerStore
 from tests.support.billing import running_ledger
 
 
@@ -18,6 +16,6 @@ def house(url):
         assert proof.problems == []
 
 
-def entries(store: LedgerStore, tenant: str = "acme") -> list[Entry]:
+def entries(store, tenant="acme"):
     with store.reading() as connection:
         return list(store_reports.stream_entries(connection, tenant))

@@ -1,7 +1,5 @@
 """Entries and decisions are changed, and every hash is made anew: `verify` says what is wrong."""
 
-from pathlib import Path
-
 import pytest
 
 from billing.gate.entries import Kind
@@ -36,7 +34,7 @@ def forged(original, tmp_path):
     return copy(original, tmp_path / "forged")
 
 
-def forge(path: Path, seq: int, changed: str) -> None:
+def forge(path, seq, changed):
     with forging(path) as plain:
         change(plain, f"UPDATE entries SET {changed} WHERE seq = {seq}")
 

@@ -57,9 +57,7 @@ class Sheet:
     discount: Decimal = Decimal(0)  # what grants paid
     requests: dict[str, dict[str, Decimal]] = field(default_factory=dict)
 
-    def charge(
-        self, name: str, tenant: str, model: str, at: datetime, used: Usage, service: str
-    ) -> None:
+    def charge(self, name, tenant, model, at, used, service):
         amount = cost(self.cards, tenant, model, at, used.record(), (used.prompt, service))
         free = min(self.free, amount)
         paid = min(self.paid, amount - free)
@@ -69,11 +67,11 @@ class Sheet:
         self.requests[name] = {"all": amount, "granted": free, "owed": owed}
 
 
-def rounded(amount: Decimal) -> Decimal:
+def rounded(amount):
     return amount.quantize(CENT, ROUND_HALF_EVEN)
 
 
-def traffic(draw: random.Random) -> Usage:
+def traffic(draw):
     miss = draw.choice([1, 700, 3_001, 90_000, 210_000])
     hit = draw.choice([0, 63, 64, 5_000, 150_000])
     return Usage(hit_host=hit // 3, hit_disk=hit - hit // 3, miss=miss, output=draw.randrange(900))
@@ -112,11 +110,11 @@ def month(tmp_path_factory):
         assert audit.verify(house.ledger.store).problems == []
 
 
-def at_ns(day: str) -> int:
+def at_ns(day):
     return int(datetime.fromisoformat(day).replace(tzinfo=UTC).timestamp()) * 10**9
 
 
-def deposits(house: TestLedger, sheets: dict[str, Sheet]) -> None:
+def deposits(house, sheets):
     by = {"by": "ops"}
 
     grant = Deposit("acme", Kind.GRANT, "hello", 9 * UNITS, **by)
@@ -174,8 +172,8 @@ def test_focus_rows_add_up_to_each_request(month, tenant):
     booked = entries(house.ledger.store, tenant)
     instants = corrected_instants(house.ledger.store, booked)
     data = focus_csv(focus_rows(booked, house.ledger.book, instants)).decode()
-    sums: dict[str, Decimal] = {}
-    granted: dict[str, Decimal] = {}
+    sums = {}
+    granted = {}
     for row in csv.DictReader(io.StringIO(data)):
         assert row["BillingCurrency"] == house.account(tenant).currency
         name = row["x_RequestId"]

@@ -1,9 +1,7 @@
 """Heads of the ledger are kept in a file, at a receiver or in a bucket, and prove from each."""
 
 import sqlite3
-from collections.abc import Iterator
 from contextlib import closing
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -22,15 +20,15 @@ from tests.support.billing import running_ledger
 from tests.support.stand_in import Handler, StandIn, served
 
 
-def receiver() -> Iterator[str]:
-    kept: list[Any] = []
+def receiver():
+    kept = []
 
     class Keeping(Handler):
-        def do_POST(self) -> None:
+        def do_POST(self):
             kept.append(self.read_json())
             self.say(204, b"")
 
-        def do_GET(self) -> None:
+        def do_GET(self):
             self.say_json(kept)
 
     with served(StandIn(Keeping)) as server:

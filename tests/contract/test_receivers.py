@@ -7,9 +7,8 @@ import socket
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import contextmanager, suppress
-from typing import Any
 
 import pytest
 
@@ -21,7 +20,6 @@ from billing.outgoing import send
 from billing.reports.heads import send_heads
 from billing.usage import Usage
 from tests.contract.conftest import entries
-from tests.support.billing import TestLedger
 from tests.support.stand_in import Handler, StandIn, served
 
 USAGE = Usage(hit_device=100, hit_disk=900, miss=100, output=7)
@@ -30,18 +28,18 @@ USAGE = Usage(hit_device=100, hit_disk=900, miss=100, output=7)
 class Meter(StandIn):
     """Takes batches of events; fails or loses its answer as its dice say. Knows events by id."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed):
         super().__init__(_Receiver)
         self.dice, self.is_wild = random.Random(seed), True
-        self.events: dict[str, dict[str, Any]] = {}
+        self.events = {}
         self.num_asked, self.refusal = 0, (0, b"")
-        self.heads: list[tuple[str | None, str | None]] = []
+        self.heads = []
 
 
 class _Receiver(Handler):
     server: Meter
 
-    def do_POST(self) -> None:
+    def do_POST(self):
         body, meter = self.read_json(), self.server
         meter.num_asked += 1
         meter.heads.append((self.headers["authorization"], self.headers["content-type"]))
@@ -67,7 +65,7 @@ def meter(monkeypatch):
         yield meter
 
 
-def sent(house: TestLedger, meter: Meter, token: str = "") -> int:
+def sent(house, meter, token=""):
     return push.push(
         house.ledger.store,
         house.ledger.book,
@@ -142,12 +140,12 @@ Speak = Callable[[socket.socket], None]
 
 
 @contextmanager
-def speaking(speak: Speak) -> Iterator[tuple[str, list[bytes]]]:
+def speaking(speak):
     """A server that reads the head of each request and then says what it likes."""
-    heads: list[bytes] = []
+    heads = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
-        def serve() -> None:
+        def serve():
             while True:
                 try:
                     connection, _ = listener.accept()
@@ -169,37 +167,37 @@ def speaking(speak: Speak) -> Iterator[tuple[str, list[bytes]]]:
             thread.join()
 
 
-def says(*lines: str) -> Speak:
+def says(*lines):
     text = "\r\n".join((*lines, "", "")).encode()
     return lambda connection: connection.sendall(text)
 
 
-def trickle_head(connection: socket.socket) -> None:
+def trickle_head(connection):
     connection.sendall(b"HTTP/1.1 200 ")
     while True:
         connection.sendall(b"O")
         time.sleep(0.02)
 
 
-def trickle_body(connection: socket.socket) -> None:
+def trickle_body(connection):
     connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 1000\r\n\r\n")
     while True:
         connection.sendall(b"x")
         time.sleep(0.02)
 
 
-def endless(connection: socket.socket) -> None:
+def endless(connection):
     connection.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
     while True:
         connection.sendall(b"x" * 65536)
 
 
-def posted(url: str, timeout_s: float = LONG_S) -> bytes:
+def posted(url, timeout_s=LONG_S):
     request = urllib.request.Request(url, b"{}", method="POST")
     return send(request, timeout_s=timeout_s, most_bytes=1024)
 
 
-def pushed(house: TestLedger, url: str) -> int:
+def pushed(house, url):
     return push.push(house.ledger.store, house.ledger.book, "push", url, "secret", "s")
 
 

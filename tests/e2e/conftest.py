@@ -5,10 +5,8 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import uvicorn
@@ -37,7 +35,7 @@ class Server:
 
 
 @contextmanager
-def listening(app: Any) -> Iterator[str]:
+def listening(app):
     """uvicorn as `cachesvc serve` runs it, in a thread of its own. Gives the URL."""
     listener = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(app, log_config=None, lifespan="on", http="httptools")

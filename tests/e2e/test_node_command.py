@@ -7,10 +7,8 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -28,12 +26,12 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 class Running:
     """A node that is ready, and the events of its log so far."""
 
-    def __init__(self, process: "subprocess.Popen[str]") -> None:
+    def __init__(self, process):
         self.process = process
-        self._said: list[str] = []
+        self._said = []
         self.until_said("node ready")
 
-    def until_said(self, event: str) -> None:
+    def until_said(self, event):
         """Reads its log until it has this event."""
         assert self.process.stderr is not None
         while not any(event in said for said in self._said):
@@ -43,7 +41,7 @@ class Running:
 
 
 @contextmanager
-def node(folder: Path, *more: str, path: str = os.environ["PATH"]) -> Iterator[Running]:
+def node(folder, *more, path=os.environ["PATH"]):
     command = Path(sys.executable).with_name("cachesvc")
     told = ["--socket", folder / "node.sock", "--host-cache", "1MiB", *more]
     process = subprocess.Popen(
@@ -60,7 +58,7 @@ def node(folder: Path, *more: str, path: str = os.environ["PATH"]) -> Iterator[R
         assert 0 == process.returncode
 
 
-def scraped(address: str) -> Mapping[tuple[str, ...], float]:
+def scraped(address):
     """Values by name and labels' values."""
     with urllib.request.urlopen(f"http://{address}/metrics", timeout=PATIENCE_S) as answer:
         families = text_string_to_metric_families(answer.read().decode())
@@ -71,7 +69,7 @@ def scraped(address: str) -> Mapping[tuple[str, ...], float]:
         }
 
 
-def replayed(endpoint: str) -> list[dict[str, Any]]:
+def replayed(endpoint):
     """What was stored since the start, as a router that joins late asks for it."""
     with closing(zmq.Context.instance().socket(zmq.DEALER)) as asked:
         asked.connect(endpoint)

@@ -3,11 +3,9 @@
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -53,19 +51,19 @@ def pair(tmp_path_factory):
         yield Pair(*servers)
 
 
-def ask(server: ForkedServer, prompt: str, **more: Any) -> httpx.Response:
+def ask(server, prompt, **more):
     body = {"model": "demo", "prompt": prompt, "max_tokens": 12, "temperature": 0, **more}
     answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=120)
     assert 200 == answer.status_code, answer.text
     return answer
 
 
-def hits(answer: httpx.Response) -> Mapping[str, int]:
+def hits(answer):
     usage = answer.json()["usage"]["prompt_tokens_details"]
     return dict(usage["cached_tokens_details"])
 
 
-def text(answer: httpx.Response) -> str:
+def text(answer):
     return str(answer.json()["choices"][0]["text"])
 
 

@@ -8,7 +8,6 @@ import itertools
 import json
 import socket
 import time
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,14 +17,12 @@ import anthropic
 import openai
 import pytest
 
-from api.admission import Served
 from api.collaborators import WireSettings
 from billing.gate.entries import Kind
 from billing.store import reports
 from billing.usage import Usage
-from cachesvc.service import Service
 from tests.api.real_service import real_service
-from tests.e2e.conftest import Server, listening
+from tests.e2e.conftest import listening
 from tests.patience import PATIENCE_S
 from tests.support.remote_engine import event
 from tests.support.stand_in import served as upstream_served
@@ -45,14 +42,14 @@ def relay(server, tmp_path, request):
         yield service, url
 
 
-def charged(service: Service) -> list[Usage]:
+def charged(service):
     with service._money.books.store.reading() as connection:
         entries = list(reports.stream_entries(connection, "default"))
     return [Usage.from_record(e.details.get("usage", {})) for e in entries if e.kind is Kind.CHARGE]
 
 
-def served(server: Server) -> list[Usage]:
-    found: list[Served | None] = [charge.served for charge in server.house.meter.charges]
+def served(server):
+    found = [charge.served for charge in server.house.meter.charges]
     return [each.usage for each in found if each is not None]
 
 
@@ -61,7 +58,7 @@ def test_openais_client(server, relay):
     server.house.engine.script = Script(answer="one two", hits={"hit_disk": 8, "hit_host": 3})
     with openai.OpenAI(base_url=f"{url}/v1", api_key="sk-any", max_retries=0) as client:
         assert ["bytes"] == [model.id for model in client.models.list()]
-        asked: dict[str, Any] = {"model": "bytes", "messages": SAID}
+        asked = {"model": "bytes", "messages": SAID}
         answer = client.chat.completions.create(**asked)
         assert "one two" == answer.choices[0].message.content
         chunks = list(client.chat.completions.create(**asked, stream=True))
@@ -85,7 +82,7 @@ def test_anthropics_client(server, relay):
     service, url = relay
     server.house.engine.script = Script(answer="one two", hits={"hit_host": 3})
     with anthropic.Anthropic(base_url=url, api_key="sk-any", max_retries=0) as client:
-        asked: dict[str, Any] = {"model": "bytes", "max_tokens": 50, "messages": SAID}
+        asked = {"model": "bytes", "max_tokens": 50, "messages": SAID}
         message = client.messages.create(**asked)
         assert ("one two", 3) == (message.content[0].text, message.usage.cache_read_input_tokens)
         with client.messages.stream(**asked) as stream:
@@ -119,7 +116,7 @@ def test_a_client_that_reads_nothing_holds_little_and_pays_what_it_was_sent(tmp_
     choice = {"index": 0, "delta": {"content": "x" * 16_000}}
     taken = itertools.count()
 
-    def events() -> Iterator[bytes]:
+    def events():
         while next(taken) < 20_000:
             yield event({"choices": [choice]})
 

@@ -4,6 +4,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from billing.money import UNITS
+from billing.proof import audit
+from tests.support.billing import running_ledger
 from tests.support.disks import close_all
 
 
@@ -11,3 +14,12 @@ from tests.support.disks import close_all
 def closes_disks() -> Iterator[None]:
     yield
     close_all()
+
+
+@pytest.fixture
+def house(tmp_path):
+    """A ledger in which `acme` has one CNY; proved afterwards."""
+    with running_ledger(f"sqlite:///{tmp_path / 'ledger.sqlite3'}") as house:
+        house.fund(UNITS)
+        yield house
+        assert audit.verify(house.ledger.store).problems == []

@@ -23,23 +23,21 @@ from billing.store import reports as store_reports
 from billing.usage import Usage
 from cachesvc.cli import app
 from tests.contract.conftest import entries
-from tests.support.billing import TestLedger, card_text, priced, running_ledger
+from tests.support.billing import TestLedger, card_text, priced
 
 USAGE = Usage(hit_device=100, hit_disk=900, miss=100, output=7)
 DAY_S = 86_400
 
 
 @pytest.fixture
-def house(tmp_path):
+def house(house):
     """A deposit, a charge, an hour of a pin, and corrections within the month and after it."""
-    with running_ledger(f"sqlite:///{tmp_path / 'ledger.sqlite3'}") as house:
-        house.fund(UNITS)
-        house.charge("r1", USAGE, project="web")
-        house.charge("pin:doc:0:0", Usage(storage_token_hours=64))
-        house.correct("r1", "c1", 1_000_000, "=1+1")
-        house.clock.advance(40 * DAY_S)
-        house.correct("r1", "c2", 1_000_000, "late")
-        yield house
+    house.charge("r1", USAGE, project="web")
+    house.charge("pin:doc:0:0", Usage(storage_token_hours=64))
+    house.correct("r1", "c1", 1_000_000, "=1+1")
+    house.clock.advance(40 * DAY_S)
+    house.correct("r1", "c2", 1_000_000, "late")
+    return house
 
 
 def focus(house: TestLedger) -> list[dict[str, str]]:

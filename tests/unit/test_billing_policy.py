@@ -11,9 +11,7 @@ from billing.gate.entries import Kind
 from billing.gate.outcomes import Outcome, billable
 from billing.money import UNITS
 from billing.prices.book import NS
-from billing.proof import audit
 from billing.usage import EMPTY, Usage
-from tests.support.billing import running_ledger
 
 WHOLE = Usage(hit_disk=900, miss=100, output=7)
 PROMPT_ONLY = Usage(hit_disk=900, miss=100)
@@ -25,14 +23,6 @@ LINES = {
     Outcome.CRASHED: (WHOLE, EMPTY),
     Outcome.LAPSED: (WHOLE, EMPTY),
 }
-
-
-@pytest.fixture
-def house(tmp_path):
-    with running_ledger(f"sqlite:///{tmp_path / 'ledger.sqlite3'}") as house:
-        house.fund(UNITS)
-        yield house
-        assert audit.verify(house.ledger.store).problems == []
 
 
 @pytest.mark.parametrize("outcome", Outcome)

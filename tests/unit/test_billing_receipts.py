@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from billing.errors import BillingError
-from billing.money import UNITS, parse_amount
+from billing.money import parse_amount
 from billing.prices.cards import find_card, parse_card
 from billing.proof import rerate as plan
 from billing.reports.receipts import (
@@ -23,17 +23,14 @@ from billing.reports.receipts import (
 )
 from billing.usage import Usage
 from cachesvc.cli import app
-from tests.support.billing import running_ledger
 
 USAGE = Usage(hit_device=100, hit_disk=900, miss=100, output=7)
 
 
 @pytest.fixture
-def house(tmp_path):
-    with running_ledger(f"sqlite:///{tmp_path / 'ledger.sqlite3'}") as house:
-        house.fund(UNITS)
-        house.charge("r1", USAGE, project="web")
-        yield house
+def house(house):
+    house.charge("r1", USAGE, project="web")
+    return house
 
 
 def test_a_receipt_is_proved_by_the_public_key_alone(house, tmp_path):

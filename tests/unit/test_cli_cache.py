@@ -7,18 +7,16 @@ import sys
 
 import lmdb
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 from cachesvc.cli import app
 from cachesvc.config.places import disk_path
 from tests.support.faulty_storage import chain, fill, take
 from tiers.blocks.frames import FrameArena
-from tiers.blocks.keys import BlockId
 from tiers.blocks.layout import BlockLayout
 from tiers.disk.inspection.opening import open_shards
 from tiers.disk.inspection.verify import verify
 from tiers.disk.open import open_disk
-from tiers.disk.tier import DiskTier
 
 LAYOUT = BlockLayout.uniform(
     num_layers=2, block_size=64, num_kv_heads=2, head_dim=8, dtype="float32"
@@ -36,11 +34,11 @@ with open_shards(pathlib.Path(sys.argv[1]), readonly=False) as (_, shards):
 """
 
 
-def call(*arguments: str) -> Result:
+def call(*arguments):
     return CliRunner().invoke(app, ["cache", *arguments])
 
 
-def store(tier: DiskTier, ids: list[BlockId]) -> None:
+def store(tier, ids):
     arena = FrameArena(LAYOUT, len(ids))
     frames = take(arena, len(ids))
     for frame, block in zip(frames, ids, strict=True):

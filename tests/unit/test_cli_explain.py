@@ -1,7 +1,5 @@
 """What `cachesvc explain` prints, of what a server told them."""
 
-from typing import Any
-
 import pytest
 from typer.testing import CliRunner
 
@@ -48,14 +46,14 @@ def test_a_quote_says_where_hits_come_from_and_what_they_cost():
 class Asked:
     """A server that keeps what it is asked."""
 
-    def __init__(self) -> None:
-        self.asked: list[Any] = []
+    def __init__(self):
+        self.asked = []
 
-    def get(self, path: str) -> Any:
+    def get(self, path):
         self.asked.append(path)
         return {}
 
-    def post(self, path: str, body: Any) -> Any:
+    def post(self, path, body):
         self.asked.append((path, body))
         return {}
 

@@ -6,14 +6,12 @@ import threading
 import time
 import tracemalloc
 from array import array
-from collections.abc import Callable, Iterator
 from heapq import heappop, heappush
 
 import pytest
 
-from engine.batch import Batch, Sampled
 from engine.engine import Engine
-from engine.request import Request, SamplingParams, StepOutput
+from engine.request import Request, SamplingParams
 from engine.scheduling.gathering import MOST_S, Gathering
 from engine.settings import EngineSettings
 from tests.support.chain_runner import ChainRunner, chain_layout
@@ -30,21 +28,21 @@ class Clients:
     With `again`, who is answered asks again after so many seconds, given how many were.
     """
 
-    def __init__(self, *, gathers: bool, again: Callable[[int], float] | None = None) -> None:
+    def __init__(self, *, gathers, again=None):
         self.now_s = 0.0
         self.gathering = Gathering(lambda: self.now_s) if gathers else None
-        self.latencies: list[float] = []
-        self.sizes: list[int] = []
+        self.latencies = []
+        self.sizes = []
         self._again = again
-        self._coming: list[float] = []
+        self._coming = []
 
-    def ask(self, *at_s: float) -> "Clients":
+    def ask(self, *at_s):
         for one in at_s:
             heappush(self._coming, one)
         return self
 
-    def run(self, until_s: float) -> "Clients":
-        waiting: list[float] = []
+    def run(self, until_s):
+        waiting = []
         while self.now_s < until_s and (waiting or self._coming):
             waiting += self._arrived()
             if not waiting:
@@ -56,13 +54,13 @@ class Clients:
                 waiting = []
         return self
 
-    def _arrived(self) -> Iterator[float]:
+    def _arrived(self):
         while self._coming and self._coming[0] <= self.now_s:
             if self.gathering:
                 self.gathering.came(self._coming[0])
             yield heappop(self._coming)
 
-    def _step(self, waiting: list[float]) -> None:
+    def _step(self, waiting):
         num, step_s = len(waiting), STEP_S + EACH_S * len(waiting)
         self.now_s += step_s
         self.sizes.append(num)
@@ -158,11 +156,11 @@ def test_requests_that_end_without_a_step_take_no_memory():
 class Slow(ChainRunner):
     """Notes how many sequences each step has."""
 
-    def __init__(self, *given: object) -> None:
+    def __init__(self, *given):
         super().__init__(*given)
-        self.sizes: list[int] = []
+        self.sizes = []
 
-    def step(self, batch: Batch) -> list[Sampled]:
+    def step(self, batch):
         self.sizes.append(len(batch.spans))
         time.sleep(0.05)
         return super().step(batch)
@@ -173,14 +171,14 @@ def test_the_engine_gathers_clients_of_two_crowds():
     cache = TieredCache(LAYOUT, CacheSettings(device_bytes=64 * LAYOUT.nbytes, host_bytes=0))
     runner, answered = Slow(cache.pool.tensor), [threading.Event() for _ in range(4)]
 
-    def take(outputs: list[StepOutput]) -> None:
+    def take(outputs):
         for output in outputs:
             answered[int(output.request_id.split()[0])].set()
 
     engine = Engine(runner, cache, EngineSettings(), lambda outputs: take(list(outputs)))
     engine.start()
 
-    def client(number: int) -> None:
+    def client(number):
         time.sleep(0.02 * (number == 0))
         for turn in range(24):
             answered[number].clear()

@@ -6,8 +6,6 @@ import threading
 import zlib
 from array import array
 from contextlib import closing
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -34,11 +32,11 @@ def anyio_backend():
 class Clock:
     now_s = 1_000_000.0
 
-    def __call__(self) -> float:
+    def __call__(self):
         return self.now_s
 
 
-def opened(folder: Path, clock: Clock | None = None, max_bytes: int = 1 << 20) -> FiledTurns:
+def opened(folder, clock=None, max_bytes=1 << 20):
     turns = FiledTurns(
         folder / FILE_NAME, max_bytes=max_bytes, max_age_s=1000, clock=clock or Clock()
     )
@@ -84,7 +82,7 @@ async def test_the_file_is_bounded_by_bytes_and_by_age(tmp_path):
 async def test_the_names_in_memory_are_bounded_whatever_becomes_of_the_file(tmp_path):
     """They took 400 bytes of each chat, and nothing of where no file is written ever left."""
 
-    def few(folder: Path) -> FiledTurns:
+    def few(folder):
         return FiledTurns(folder / FILE_NAME, max_entries=4, clock=Clock())
 
     turns = few(tmp_path)
@@ -121,7 +119,7 @@ async def test_one_tenant_does_not_take_the_place_of_the_others(tmp_path, bound)
     bounds = {"max_bytes": 1 << 30, "max_entries": 1000, bound: 2000 if bound == "max_bytes" else 9}
     clock = Clock()
 
-    def full() -> FiledTurns:
+    def full():
         turns = FiledTurns(tmp_path / FILE_NAME, clock=clock, **bounds)
         turns.start()
         return turns
@@ -169,7 +167,7 @@ async def test_what_a_purge_finds_half_written_is_not_stored(tmp_path, begun):
     turns = opened(tmp_path)
     at_work, go_on = threading.Event(), threading.Event()
 
-    def wait(db: sqlite3.Connection) -> None:
+    def wait(db):
         at_work.set()
         assert go_on.wait(20)
 
@@ -202,7 +200,7 @@ async def test_what_is_forgotten_while_it_is_read_does_not_come_back(tmp_path, m
     conversations, responses = Conversations(10_000, turns), StoredResponses(kept=turns)
     rows, both = turns._file.rows, threading.Barrier(2, lambda: turns.forget(OWNER))
 
-    def rows_and_purge(*query: Any) -> Any:
+    def rows_and_purge(*query):
         found = rows(*query)
         both.wait(10)
         return found

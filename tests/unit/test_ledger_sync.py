@@ -29,14 +29,6 @@ from tests.support.billing import running_ledger
 USED = Usage(miss=3, output=1)
 
 
-@pytest.fixture
-def house(tmp_path):
-    with running_ledger(f"sqlite:///{tmp_path / 'ledger.sqlite3'}") as house:
-        house.fund(UNITS)
-        yield house
-        assert audit.verify(house.ledger.store).problems == []
-
-
 class Disk:
     """Stands for `fdatasync`: lets nothing through until told, then works or fails."""
 

@@ -1,7 +1,5 @@
 """What the metrics say of outputs and snapshots, under which names."""
 
-from collections.abc import Mapping
-
 import pytest
 
 from billing.group_commit import LedgerStats
@@ -22,7 +20,7 @@ from tiers.tier import Cause, ShardStats, TierName, TierStats
 MS = 1_000_000
 
 
-def stats() -> EngineStats:
+def stats():
     disk = TierStats(
         TierName.DISK,
         num_blocks=7,
@@ -72,7 +70,7 @@ def stats() -> EngineStats:
     )
 
 
-def metrics(latencies: Latencies | None = None) -> Metrics:
+def metrics(latencies=None):
     ledger = LedgerStats(batches=4, commands=9, refused=2, recovered=1, commit_ns=3_000 * MS)
     acme = TenantMoney("acme", "CNY", 7.5, 0.25, 0.5, 2)
     money = MoneyStats(3, 1.5, 0, (acme,), ledger)
@@ -87,11 +85,11 @@ def metrics(latencies: Latencies | None = None) -> Metrics:
     )
 
 
-def value(of: Metrics, name: str, labels: Mapping[str, str] | None = None) -> float | None:
+def value(of, name, labels=None):
     return of.registry.get_sample_value(name, dict(labels or {}))
 
 
-def outputs() -> list[StepOutput]:
+def outputs():
     """A request of 100 prompt tokens, 64 of them from the host, and two tokens of output."""
     counts = TokenCounts(prompt=100, hit_host=64)
     when = Timeline(10 * MS, 20 * MS, 25 * MS, 50 * MS, 50 * MS)

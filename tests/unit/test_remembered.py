@@ -7,8 +7,6 @@ import zlib
 from array import array
 from contextlib import closing
 from dataclasses import fields
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -23,7 +21,7 @@ from tiers.blocks.keys import PrefixKey
 from tiers.errors import MissReason
 
 
-def record(number: int) -> RequestRecord:
+def record(number):
     served = Served(
         Outcome.FINISHED,
         Usage(hit_disk=4, miss=3, output=2),
@@ -51,7 +49,7 @@ def record(number: int) -> RequestRecord:
     )
 
 
-def kept(path: Path, *records: RequestRecord, max_records: int = 100) -> list[RequestRecord]:
+def kept(path, *records, max_records=100):
     """What is remembered of these after a restart."""
     first = FiledRemembered(path, max_records=max_records)
     first.start()
@@ -107,7 +105,7 @@ def test_another_versions_file_is_begun_anew(tmp_path):
 
 
 class _Evil:
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         return os.system, ("touch owned",)
 
 

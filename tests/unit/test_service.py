@@ -6,9 +6,7 @@ import socket
 import stat
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -59,7 +57,7 @@ def test_of_two_servers_that_start_on_one_port_the_second_is_told():
             listen(other)
 
 
-def refused_without_torch(data_dir: Path, *flags: str) -> str:
+def refused_without_torch(data_dir, *flags):
     """What `serve` refuses with, in a process of its own; torch must not have been imported."""
     code = (
         "import sys\n"
@@ -136,29 +134,29 @@ def test_a_data_directory_that_cannot_be_used_is_said_so(tmp_path, monkeypatch):
 class Recorder:
     """Stands for the metrics."""
 
-    def __init__(self) -> None:
-        self.seen: list[tuple[str, int]] = []
+    def __init__(self):
+        self.seen = []
 
-    def observe_http(self, route: str, code: int, seconds: float) -> None:
+    def observe_http(self, route, code, seconds):
         assert seconds >= 0
         self.seen.append((route, code))
 
 
-def drive(app: Any, path: str) -> None:
-    async def nothing(*_: Any) -> dict[str, Any]:
+def drive(app, path):
+    async def nothing(*_):
         return {"type": "http.request"}
 
     asyncio.run(app({"type": "http", "path": path}, nothing, nothing))
 
 
 def test_responses_are_counted_by_their_code_also_when_they_fail():
-    async def answer(scope: Any, receive: Any, send: Any) -> None:
+    async def answer(scope, receive, send):
         if scope["path"] == "/broken":
             raise ZeroDivisionError
         if scope["path"] != "/left":
             await send({"type": "http.response.start", "status": 204})
 
-    recorder: Any = Recorder()
+    recorder = Recorder()
     timed = Timed(answer, recorder)
     drive(timed, "/fine")
     with pytest.raises(ZeroDivisionError):
@@ -169,10 +167,10 @@ def test_responses_are_counted_by_their_code_also_when_they_fail():
 
 def test_a_server_whose_engine_is_dead_ends():
     engine = SimpleNamespace(failure=None)
-    watch_: Any = SimpleNamespace(_core=SimpleNamespace(engine=engine))
-    http: Any = SimpleNamespace(should_exit=False)
+    watch_ = SimpleNamespace(_core=SimpleNamespace(engine=engine))
+    http = SimpleNamespace(should_exit=False)
 
-    async def watch() -> None:
+    async def watch():
         watching = asyncio.create_task(ServerWatch.engine(watch_, http))
         await asyncio.sleep(0)
         assert not http.should_exit

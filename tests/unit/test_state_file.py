@@ -4,14 +4,12 @@ import sqlite3
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
 from cachesvc.server import state_file
-from cachesvc.server.state_file import QUEUE, QUEUE_BYTES, PendingWrites, StateFile, Write
+from cachesvc.server.state_file import QUEUE, QUEUE_BYTES, PendingWrites
 from tests.support.state import numbers
 
 LOCKS = (
@@ -21,12 +19,12 @@ LOCKS = (
 )
 
 
-def insert(number: int) -> Write:
+def insert(number):
     return lambda db: db.execute("INSERT INTO t VALUES (?)", (number,))
 
 
 @contextmanager
-def locked_by_another(path: Path) -> Iterator[None]:
+def locked_by_another(path):
     command, pipe = [sys.executable, "-Ic", LOCKS, str(path)], subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe) as other:
         other.stdout.readline()
@@ -34,7 +32,7 @@ def locked_by_another(path: Path) -> Iterator[None]:
         other.communicate()
 
 
-def ends(file: StateFile) -> bool:
+def ends(file):
     closing = threading.Thread(target=file.close, daemon=True)
     closing.start()
     closing.join(60)
@@ -64,7 +62,7 @@ def test_a_write_that_fails_in_any_way_ends_no_other(tmp_path, caplog):
     file.start()
     failed = threading.Event()
 
-    def fail(db: sqlite3.Connection) -> None:
+    def fail(db):
         failed.set()
         raise OverflowError("Python int too large to convert to SQLite INTEGER")
 

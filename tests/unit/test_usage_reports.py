@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from billing.errors import InvalidName, UnknownTenant
 from billing.gate.rollups import DAY_NS
-from billing.money import UNITS, parse_amount
+from billing.money import parse_amount
 from billing.prices.book import NS
 from billing.prices.time_zones import LocalZone
 from billing.reports import attribution
@@ -184,13 +184,6 @@ def test_the_command_takes_spans_zones_and_splits(data_dir):
 def test_a_span_that_is_none_is_said(data_dir, flags, words):
     said = " ".join(call(data_dir, "--by", "day", *flags, code=2).replace("│", " ").split())
     assert words in said
-
-
-@pytest.fixture
-def house(tmp_path):
-    with running_ledger(f"sqlite:///{tmp_path / 'ledger.sqlite3'}") as house:
-        house.fund(UNITS)
-        yield house
 
 
 def parts(house, split):

@@ -1,17 +1,15 @@
 """What a step of vLLM loads: a node that is slow to answer holds up nobody, and ranks agree."""
 
 import threading
-from collections.abc import Sequence
 from contextlib import ExitStack
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from cachesvc.vllm.groups import KvGroup, UnsupportedKv
 from cachesvc.vllm.identity import EngineIdentity, group_roots, identity_of, rank_roots
 from cachesvc.vllm.planner import Planner
-from tiers.blocks.keys import BlockId, CacheScope
+from tiers.blocks.keys import CacheScope
 from tiers.node.messages import engine_layout, state_layout
 from tiers.tier import TierName
 
@@ -26,24 +24,24 @@ SCOPE = CacheScope(weights=b"w", layout=b"l")
 class Link:
     """A node that holds `tiers` of whatever it is asked for, once it may answer."""
 
-    def __init__(self, tiers: Sequence[TierName]) -> None:
+    def __init__(self, tiers):
         self.tiers = tiers
         self.may_answer = threading.Event()
         self.answered = threading.Event()
-        self.asked: list[Sequence[BlockId]] = []
-        self.fetched: list[Sequence[BlockId]] = []
-        self.held_by: dict[bytes, Sequence[TierName]] = {}
+        self.asked = []
+        self.fetched = []
+        self.held_by = {}
 
-    def probe(self, ids: Sequence[BlockId]) -> list[TierName]:
+    def probe(self, ids):
         self.asked.append(ids)
         assert self.may_answer.wait(120)
         self.answered.set()
         return list(self.held_by.get(ids[0].scope, self.tiers))[: len(ids)]
 
-    def fetch(self, ids: Sequence[BlockId]) -> None:
+    def fetch(self, ids):
         self.fetched.append(ids)
 
-    def close(self) -> None:
+    def close(self):
         self.may_answer.set()
 
 
@@ -75,7 +73,7 @@ def planner(planning, link):
     link.close()
 
 
-def request(num_tokens: int = 4 * SIZE, name: str = "a", salt: str | None = None) -> Any:
+def request(num_tokens=4 * SIZE, name="a", salt=None):
     return SimpleNamespace(
         request_id=name,
         prompt_token_ids=list(range(num_tokens)),
@@ -91,7 +89,7 @@ def request(num_tokens: int = 4 * SIZE, name: str = "a", salt: str | None = None
     )
 
 
-def matched(planner: Planner, asked: Any, computed: int = 0) -> int:
+def matched(planner, asked, computed=0):
     """The match, asked for until the node has answered."""
     planner.wait_s = 120
     found = planner.match(asked, computed)
@@ -178,7 +176,7 @@ def stepping(planning, link):
     return made
 
 
-def begin(planner: Planner, name: str, blocks: Sequence[int] = (7, 8, 9, 10)) -> bool:
+def begin(planner, name, blocks=(7, 8, 9, 10)):
     """Begin a request. Whether its load is in its step."""
     asked = request(name=name)
     found = matched(planner, asked)
@@ -190,7 +188,7 @@ def begin(planner: Planner, name: str, blocks: Sequence[int] = (7, 8, 9, 10)) ->
 
 
 def test_a_step_waits_for_no_remote_tier_nor_for_a_slow_one(stepping, link):
-    def alone(name: str, tiers: list[TierName], load_s: float) -> bool:
+    def alone(name, tiers, load_s):
         link.tiers = tiers
         waits = begin(stepping, name)
         stepping.loaded([] if waits else [name], {name: load_s})
@@ -250,12 +248,12 @@ def test_ranks_tenants_and_adapters_have_roots_of_their_own():
 class Held(Link):
     """A node that holds, of each group by its root, the blocks at these places of a prompt."""
 
-    def __init__(self, held: dict[bytes, set[int]]) -> None:
+    def __init__(self, held):
         super().__init__([])
         self.held = held
 
-    def probe(self, ids: Sequence[BlockId]) -> list[TierName]:
-        tiers: list[TierName] = []
+    def probe(self, ids):
+        tiers = []
         for block in ids:
             place = int.from_bytes(block.tokens[:4], "little") // SIZE
             if place not in self.held[block.scope]:
@@ -300,19 +298,19 @@ class Blocks:
 
     num_gpu_blocks = 100
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.blocks = range(100)
         self.users = [0] * 100
-        self.evicted: set[int] = set()
+        self.evicted = set()
 
-    def evict_blocks(self, blocks: set[int]) -> None:
+    def evict_blocks(self, blocks):
         self.evicted |= blocks
 
-    def touch(self, blocks: Sequence[int]) -> None:
+    def touch(self, blocks):
         for block in blocks:
             self.users[block] += 1
 
-    def free_blocks(self, blocks: Sequence[int]) -> None:
+    def free_blocks(self, blocks):
         for block in blocks:
             self.users[block] -= 1
             assert self.users[block] >= 0
@@ -350,7 +348,7 @@ def test_a_window_and_a_state_are_held_until_every_rank_has_stored_them(planning
     assert not any(pool.users) and not planner.is_busy
 
 
-def held_states(planning, num_bytes: int, *, begins: int = 0) -> list[int]:
+def held_states(planning, num_bytes, *, begins=0):
     """The blocks whose states are held of a prompt of 16, computed in steps of one block, from
     block `begins` on."""
     size = state_layout(1, num_bytes // 4, SIZE, "float32")
@@ -375,13 +373,13 @@ def test_states_are_held_at_distances_that_double_until_they_weigh_as_much_as_ot
     assert [11, 15] == held_states(planning, 4 * block_bytes, begins=8), "it began with a state"
 
 
-def ended(planner: Planner, name: str, blocks: Sequence[int]) -> None:
+def ended(planner, name, blocks):
     asked = request(len(blocks) * SIZE, name)
     planner.allocated(asked, [blocks], 0)
     planner.finished(asked, [blocks])
 
 
-def stored(planner: Planner) -> list[int]:
+def stored(planner):
     """How many blocks each planned store has."""
     return [sum(len(piece.blocks) for piece in save.pieces) for save in planner.saves.take()]
 

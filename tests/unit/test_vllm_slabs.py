@@ -4,14 +4,12 @@ Triton decides at its import whether kernels are interpreted, so the tests of th
 in a child process that sets the variable first.
 """
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
 from cachesvc.vllm import slabs as slabs_module
 from cachesvc.vllm.groups import UnsupportedKv
-from cachesvc.vllm.slabs import BlockCopier, DeviceCopier, HostCopier, runs_of, slabs_of
+from cachesvc.vllm.slabs import DeviceCopier, HostCopier, runs_of, slabs_of
 from tests.support.interpreted import TIMEOUT_S, in_child, in_parent, run_in_child
 from tests.support.torch_calls import Recorder
 
@@ -23,12 +21,12 @@ copiers = pytest.mark.parametrize(
 )
 
 
-def slabs_like_vllm(num_blocks: int = NUM_BLOCKS, seed: int = 1) -> list[torch.Tensor]:
+def slabs_like_vllm(num_blocks=NUM_BLOCKS, seed=1):
     """Layers of several sizes: K and V beside each other, apart, one of latents, and a state in
     larger pages."""
     random = torch.Generator().manual_seed(seed)
 
-    def filled(*shape: int) -> torch.Tensor:
+    def filled(*shape):
         return torch.randint(0, 256, shape, dtype=torch.uint8, generator=random)
 
     layers = [filled(num_blocks, 2, 8, 24), filled(2, num_blocks, 8, 40), filled(num_blocks, 8, 72)]
@@ -36,16 +34,16 @@ def slabs_like_vllm(num_blocks: int = NUM_BLOCKS, seed: int = 1) -> list[torch.T
     return [slab for layer in layers for slab in slabs_of(layer, num_blocks)]
 
 
-def copier_of_kind(kind: str, slabs: list[torch.Tensor]) -> BlockCopier:
+def copier_of_kind(kind, slabs):
     return HostCopier(slabs) if kind == "host" else DeviceCopier(slabs, STRIDE)
 
 
-def rows_like_a_nodes() -> torch.Tensor:
+def rows_like_a_nodes():
     random = torch.Generator().manual_seed(2)
     return torch.randint(0, 256, (NUM_FRAMES, STRIDE), dtype=torch.uint8, generator=random)
 
 
-def block_of(slabs: list[torch.Tensor], number: int) -> torch.Tensor:
+def block_of(slabs, number):
     return torch.cat([slab[number] for slab in slabs])
 
 
@@ -158,7 +156,7 @@ def test_after_a_refused_copy_those_before_it_have_ended(way, monkeypatch):
     slabs, rows = slabs_like_vllm(), rows_like_a_nodes()
     copier, events = DeviceCopier(slabs, STRIDE), []
 
-    def two_runs(*_: object) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def two_runs(*_):
         yield rows[:1], copier._stage[:1]
         events.append("refused")
         yield rows[:1], torch.empty(3)  # no copy between these

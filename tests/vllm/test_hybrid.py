@@ -7,7 +7,6 @@ import signal
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,7 +25,6 @@ from transformers import (
 from tests.redis_server import redis_server
 from tests.vllm.processes import Engine, RunningNode
 from tests.vllm.test_connector import damage
-from tiers.blocks.layout import BlockLayout
 from tiers.disk.inspection.view import open_view
 from tiers.node.below import disk_folder
 from tiers.node.client import NodeClient
@@ -46,24 +44,24 @@ COMMON: dict[str, Any] = {
 EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2}
 
 
-def gemma3() -> PreTrainedModel:
+def gemma3():
     kinds = ["sliding_attention"] * 3 + ["full_attention"]
     return Gemma3ForCausalLM(
         Gemma3TextConfig(**COMMON, head_dim=32, sliding_window=256, layer_types=kinds)
     )
 
 
-def gpt_oss() -> PreTrainedModel:
+def gpt_oss():
     rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "beta_fast": 32.0}
     rope |= {"beta_slow": 1.0, "original_max_position_embeddings": 2048, "truncate": False}
-    more: dict[str, Any] = {"num_local_experts": 4, "rope_parameters": rope, **EXPERTS}
+    more = {"num_local_experts": 4, "rope_parameters": rope, **EXPERTS}
     kinds = ["sliding_attention", "full_attention"] * 2
     return GptOssForCausalLM(
         GptOssConfig(**COMMON, **more, head_dim=32, sliding_window=128, layer_types=kinds)
     )
 
 
-def qwen3_next() -> PreTrainedModel:
+def qwen3_next():
     heads = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "head_dim": 64}
     dims = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
     experts = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64} | EXPERTS
@@ -82,7 +80,7 @@ MODELS: dict[str, tuple[Callable[[], PreTrainedModel], str, int]] = {
 }
 
 
-def saved(make: Callable[[], PreTrainedModel], folder: Path) -> Path:
+def saved(make, folder):
     torch.manual_seed(0)
     model = make()
     with torch.no_grad():
@@ -93,7 +91,7 @@ def saved(make: Callable[[], PreTrainedModel], folder: Path) -> Path:
     return folder
 
 
-def prompt(seed: int, length: int) -> list[int]:
+def prompt(seed, length):
     return [(place * 7919 + seed * 31) % 900 + 50 for place in range(length)]
 
 
@@ -112,7 +110,7 @@ def test_every_group_resumes_with_the_same_tokens(name, started, tmp_path):
         expected = {key: alone.generate(ids)[0]["tokens"] for key, ids in prompts.items()}
     assert 1 < len({tuple(tokens) for tokens in expected.values()}), "answers tell prompts apart"
 
-    def check(engine: Engine, node: RunningNode, key: str, tier: str | None) -> None:
+    def check(engine, node, key, tier):
         """The answer is vLLM's own, and all that can be of its prompt was a hit of this tier."""
         engine.forget()
         (answer,) = engine.generate(prompts[key])
@@ -152,7 +150,7 @@ def test_every_group_resumes_with_the_same_tokens(name, started, tmp_path):
             two.kill()
 
 
-def block_size(node: RunningNode) -> int:
+def block_size(node):
     """How many tokens vLLM puts into a block. A block is as large as a state, whose dtype depends
     on the processor."""
     return max(described_layout(pool["layout"]).block_size for pool in node.stats()["pools"])
@@ -166,7 +164,7 @@ class Story:
     prompts: Mapping[str, Sequence[int]]
     expected: Mapping[str, Sequence[int]]
 
-    def ask(self, *keys: str) -> dict[str, int]:
+    def ask(self, *keys):
         """The tokens that hit of each prompt, if vLLM itself has none."""
         hits = {}
         for key in keys or self.prompts:
@@ -176,7 +174,7 @@ class Story:
             hits[key] = sum(answer["hits"].values())
         return hits
 
-    def ask_until_hit(self) -> dict[str, int]:
+    def ask_until_hit(self):
         """The same, once the engine has found the node again, which it leaves for a second."""
         for _ in range(30):
             if any((hits := self.ask("whole")).values()):
@@ -184,7 +182,7 @@ class Story:
         raise AssertionError("the engine did not come back to the node")
 
 
-def survive_faults(story: Story, folder: Path, socket: Path) -> None:
+def survive_faults(story, folder, socket):
     """A node hangs, dies, finds its records damaged, loses parts and is too small."""
     node = RunningNode(folder, socket=socket)
     small = RunningNode(folder / "small", socket=socket)
@@ -229,11 +227,11 @@ def survive_faults(story: Story, folder: Path, socket: Path) -> None:
         node.kill()
 
 
-def shorter(hits: Mapping[str, int], best: Mapping[str, int]) -> bool:
+def shorter(hits, best):
     return all(hits[key] <= best[key] for key in hits)
 
 
-def evict_some(node: RunningNode, layout: BlockLayout, seed: int) -> None:
+def evict_some(node, layout, seed):
     """Remove half of the blocks of a layout from memory and disk."""
     with open_view(disk_folder(node.disk, layout)) as view:
         keys = sorted(block.key.hex() for block in view.blocks())

@@ -1,15 +1,13 @@
 """A store with wrong values costs a vLLM request one load, and its answer is the same."""
 
 import time
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 from redis import Redis
 
 from tests.redis_server import redis_server
-from tests.vllm.processes import Engine, RunningNode
+from tests.vllm.processes import RunningNode
 from tiers.disk.format.record import Header, unpack_header
 
 pytestmark = [pytest.mark.vllm, pytest.mark.redis, pytest.mark.timeout(1800)]
@@ -20,7 +18,7 @@ SHORT = [(place * 31 + 7) % 40_000 + 100 for place in range(200)]
 WHOLE = (len(PROMPT) - 1) // BLOCK * BLOCK
 
 
-def names_in_order(store: "Redis") -> list[bytes]:
+def names_in_order(store):
     """The names of one prompt's blocks, from the first on."""
     after = {}
     for name in store.scan_iter("cachesvc/*"):
@@ -65,7 +63,7 @@ def test_records_of_other_blocks_are_computed_once_and_deleted(model, started, t
 
 
 @contextmanager
-def running_node(folder: Path, store: str, name: str) -> Iterator[RunningNode]:
+def running_node(folder, store, name):
     """A node with an empty disk over the store. All have one socket, one after the other."""
     more = ("--remote-url", store, "--remote-writes", "all")
     node = RunningNode(folder, disk=folder / name, more=more)
@@ -76,7 +74,7 @@ def running_node(folder: Path, store: str, name: str) -> Iterator[RunningNode]:
         node.kill()
 
 
-def until_linked(engine: Engine, node: RunningNode) -> None:
+def until_linked(engine, node):
     """An engine leaves a node that failed alone for a second; ask until it has stored a block."""
     for _ in range(30):
         engine.forget()

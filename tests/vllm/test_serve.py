@@ -10,10 +10,8 @@ import signal
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -43,34 +41,34 @@ class VllmServer(LiveServer):
 
     start_s = PATIENCE_S
 
-    def command(self) -> list[Any]:
+    def command(self):
         options = ["--engine", "vllm", "--port", "0", "--data-dir", self.data_dir]
         sizes = ["--device-cache", "512MiB", "--host-cache", "256MiB", "--disk-cache", "1GiB"]
         vllm = ["--vllm.max-model-len=2048", "--vllm.enforce-eager", "--max-running", "8"]
         model = ["--model", self._model.name]
         return [PYTHON, "-c", RUN, "serve", *options, *sizes, *vllm, *model]
 
-    def body(self, prompt: str) -> dict[str, Any]:
+    def body(self, prompt):
         return {"model": self._model.name, "prompt": prompt, "temperature": 0, "max_tokens": 6}
 
     @property
-    def remote_url(self) -> str:
+    def remote_url(self):
         return self._environment["CACHESVC_CACHE__REMOTE_URL"]
 
     @property
-    def socket(self) -> Path:
+    def socket(self):
         return self.data_dir / "node.sock"
 
-    def node(self) -> dict[str, Any]:
+    def node(self):
         with closing(NodeClient(self.socket)) as client:
             client.open()
             return client.stats()
 
-    def pool(self) -> dict[str, Any]:
+    def pool(self):
         (pool,) = self.node()["pools"]
         return dict(pool)
 
-    def entries(self) -> list[Any]:
+    def entries(self):
         """The charges. Fails once the server has ended: nobody would book what is waited for."""
         assert self.runs, self.log
         store = self.store()
@@ -89,21 +87,21 @@ class VllmServer(LiveServer):
 class Client:
     """One tenant's questions, and what their answers said was used."""
 
-    def __init__(self, server: VllmServer, key: Mapping[str, str]) -> None:
+    def __init__(self, server, key):
         self._server = server
         self._key = key
-        self.used: Counter[str] = Counter()
+        self.used = Counter()
 
-    def ask(self, prompt: str, **more: Any) -> tuple[str, Counter[str]]:
+    def ask(self, prompt, **more):
         body = {**self._server.body(prompt), **more}
         url = f"{self._server.url}/v1/completions"
         answer = httpx.post(url, json=body, headers=self._key, timeout=PATIENCE_S)
         assert 200 == answer.status_code, answer.text
-        self.last: dict[str, Any] = answer.json()
+        self.last = answer.json()
         self.headers = answer.headers
         return self.last["choices"][0]["text"], self._note(self.last["usage"])
 
-    def stream(self, prompt: str, *, leave_after: int | None = None, **more: Any) -> Any:
+    def stream(self, prompt, *, leave_after=None, **more):
         """The text and its usage; None where the client has left."""
         body = {**self._server.body(prompt), "stream": True, **more}
         body["stream_options"] = {"include_usage": True}
@@ -123,7 +121,7 @@ class Client:
         assert usage is not None
         return text, self._note(usage)
 
-    def _note(self, usage: Mapping[str, Any]) -> Counter[str]:
+    def _note(self, usage):
         split = usage["prompt_tokens_details"]["cached_tokens_details"]
         told = Counter({f"hit_{tier}": tokens for tier, tokens in split.items()})
         told["output"] = usage["completion_tokens"]
@@ -150,7 +148,7 @@ def server(model, tmp_path):
             stop_node(running)
 
 
-def stop_node(server: VllmServer) -> None:
+def stop_node(server):
     if server.socket.exists():
         with closing(NodeClient(server.socket)) as client:
             client.open()
@@ -158,7 +156,7 @@ def stop_node(server: VllmServer) -> None:
         until(lambda: not server.socket.exists())
 
 
-def until(done: Any) -> None:
+def until(done):
     give_up = time.monotonic() + PATIENCE_S
     while not done():
         assert time.monotonic() < give_up
@@ -257,7 +255,7 @@ def test_a_server_over_vllm_bills_by_tier_what_it_served(server, tmp_path):
         assert 0 < server.pool()["num_blocks"]
 
         # The bill is what the answers said, and the ledger adds up.
-        billed: Counter[str] = Counter()
+        billed = Counter()
         charges = server.entries()
         for entry in charges:
             if entry.details["outcome"] != "client_gone":
@@ -272,7 +270,7 @@ def test_a_server_over_vllm_bills_by_tier_what_it_served(server, tmp_path):
         node.stop()
 
 
-def core_of(pid: int) -> int:
+def core_of(pid):
     """vLLM's engine core: it calls itself so, in the session of a child of the server."""
     found = {}
     for child in Path("/proc").glob("[0-9]*"):
