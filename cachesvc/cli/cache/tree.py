@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,7 +20,6 @@ from tiers.tier import TierName
 SHOWN = 10_000  # nodes of a tree that a person or a page can handle
 
 Node = Mapping[str, Any]  # of `tiers.blocks.tree.tree_json`
-Label = Callable[[Node], str]
 
 
 def tree(
@@ -52,28 +51,25 @@ def _on_disk(data_dir: Path | None, depth: int, children: int) -> Tree:
         return view.tree(query, time.time())
 
 
-def key_label(node: Node) -> str:
-    return node["key"][:12] if node["key"] else "(partial)"
-
-
-def tree_lines(document: Node, label: Label = key_label) -> Iterator[str]:
+def tree_lines(document: Node) -> Iterator[str]:
     """One line per scope and per node of `tree_json`, and one where nodes are omitted."""
     for scope in document["scopes"]:
         owner = f" of {scope['owner']}" if scope.get("owner") else ""
         yield f"scope {scope['scope'] or ''}{owner}"
-        yield from _below(scope["nodes"], scope["left_off"], label, "")
+        yield from _below(scope["nodes"], scope["left_off"], "")
     missing = document["num_blocks"] - document["num_seen"]
     if missing:
         blocks = number_of(missing, "block")
         yield f"{blocks} not shown: left off above, or a block before them is gone"
 
 
-def _below(nodes: Sequence[Node], left_off: int, label: Label, indent: str) -> Iterator[str]:
+def _below(nodes: Sequence[Node], left_off: int, indent: str) -> Iterator[str]:
     rows = len(nodes) + (left_off > 0)
     for number, node in enumerate(nodes, start=1):
-        yield f"{indent}{'└─' if number == rows else '├─'} {label(node)} {summary(node)}"
+        key = node["key"][:12] if node["key"] else "(partial)"
+        yield f"{indent}{'└─' if number == rows else '├─'} {key} {summary(node)}"
         further = indent + ("   " if number == rows else "│  ")
-        yield from _below(node["children"], node["left_off"], label, further)
+        yield from _below(node["children"], node["left_off"], further)
     if left_off:
         yield f"{indent}└─ {left_off} more"
 
