@@ -12,7 +12,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 if TYPE_CHECKING:
     from redis.asyncio import ConnectionPool
@@ -77,29 +77,18 @@ class Holder(NamedTuple):
     name: str
 
 
-class Places(Protocol):
-    """Takes and releases places of several holders at once."""
-
-    async def enter(self, member: str, wanted: Mapping[Holder, int]) -> Holder | None:
-        """Takes one place of each holder, or none at all. `wanted` maps each holder to its limit.
-
-        Returns None when taken, else the holder that is full.
-        """
-        ...
-
-    async def leave(self, member: str) -> None: ...
-
-    async def close(self) -> None: ...
-
-
 class LocalPlaces:
-    """Counted in this process."""
+    """Places of several holders, counted in this process."""
 
     def __init__(self) -> None:
         self._running: Counter[Holder] = Counter()
         self._members: dict[str, tuple[Holder, ...]] = {}
 
     async def enter(self, member: str, wanted: Mapping[Holder, int]) -> Holder | None:
+        """Takes one place of each holder, or none at all. `wanted` maps each holder to its limit.
+
+        Returns None when taken, else the holder that is full.
+        """
         for holder, places in wanted.items():
             if self._running[holder] >= places:
                 return holder
@@ -119,7 +108,7 @@ class LocalPlaces:
 
 
 class RedisPlaces:
-    """Counted in Redis, for all servers that share it."""
+    """The same counted in Redis, for all servers that share it."""
 
     def __init__(
         self,
@@ -191,6 +180,9 @@ class RedisPlaces:
                 await self._renew(keys, [self._lease_s, *members])
             except self._errors as error:
                 self._breaker.begin(error)
+
+
+Places = LocalPlaces | RedisPlaces
 
 
 def _set_of(holder: Holder) -> str:

@@ -5,7 +5,7 @@ only.
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,6 @@ from api.admin.parts import AdminParts
 from api.cache.explorer import Explorer
 from api.cache.owners import Owners
 from api.served_model import ServedModel
-from billing.prices.book import RateCard
 from cachesvc.config.settings import Settings
 from cachesvc.observability.alerts import Alerts
 from cachesvc.observability.history import History
@@ -63,16 +62,15 @@ class Dashboard:
         books, tokenizer = money.books, core.loaded.tokenizer
         alerts = Alerts(settings.server.prometheus_url, watch.readiness, watch.sources.violations)
 
-        def cards() -> Sequence[RateCard]:
-            return books.accounts.book.cards
-
         def currencies() -> dict[str, str]:
             return {each.tenant: each.currency for each in books.accounts.tenants()}
 
         self.parts = AdminParts(
             sessions=Sessions(lifetime_s=SESSION_S, idle_s=IDLE_S),
             keys=books.accounts,
-            currencies=lambda: list(dict.fromkeys(card.currency for card in cards()[::-1])),
+            currencies=lambda: list(
+                dict.fromkeys(card.currency for card in books.accounts.book.cards[::-1])
+            ),
             operator_token=new_token(),
             record=books.accounts.trail.record,
             stats=self.stats,
