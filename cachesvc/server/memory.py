@@ -18,7 +18,6 @@ from pathlib import Path
 from api.format import size
 from cachesvc.config.sections import CacheSection
 from engine.cgroups import memory_limit
-from engine.hardware import CPU_CACHE_BYTES, CPU_COPIES_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +44,8 @@ class FullCaches:
 
 
 def of_server(cache: CacheSection, *, on_gpu: bool) -> FullCaches:
+    from engine.hardware import CPU_COPIES_BYTES  # torch
+
     caches = of_vllm(cache, cache.host_bytes, on_gpu=on_gpu)
     return caches if on_gpu else replace(caches, copies_bytes=CPU_COPIES_BYTES // 4)
 
@@ -52,6 +53,8 @@ def of_server(cache: CacheSection, *, on_gpu: bool) -> FullCaches:
 def of_vllm(cache: CacheSection, node_bytes: int, *, on_gpu: bool) -> FullCaches:
     """Those of a server with vLLM. Of the node's memory, a control group pays for what its engine
     writes, which may be all."""
+    from engine.hardware import CPU_CACHE_BYTES  # torch
+
     if on_gpu:
         return of_node(node_bytes)
     device_bytes = cache.device_bytes or CPU_CACHE_BYTES

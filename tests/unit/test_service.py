@@ -15,6 +15,7 @@ from cachesvc.config.places import disk_path
 from cachesvc.config.sections import ServerSection
 from cachesvc.server.http import Timed
 from cachesvc.server.listen import bind, check_address, is_loopback, listen, make_data_dir
+from cachesvc.server.startup import Startup
 from cachesvc.server.watch import ServerWatch
 from tiers.disk.directory import DirectoryLock
 from tiers.errors import DirectoryLocked
@@ -167,7 +168,7 @@ def test_responses_are_counted_by_their_code_also_when_they_fail():
 
 def test_a_server_whose_engine_is_dead_ends():
     engine = SimpleNamespace(failure=None)
-    watch_ = SimpleNamespace(_core=SimpleNamespace(engine=engine))
+    watch_ = SimpleNamespace(_each=[SimpleNamespace(core=SimpleNamespace(engine=engine))])
     http = SimpleNamespace(should_exit=False)
 
     async def watch():
@@ -179,3 +180,14 @@ def test_a_server_whose_engine_is_dead_ends():
 
     asyncio.run(watch())
     assert http.should_exit
+
+
+def test_the_log_of_a_start_names_each_phase_and_work_once(caplog):
+    startup = Startup()
+    with caplog.at_level("INFO"), startup.during("loading"):
+        for part in (0.0, 0.1, 0.2):
+            startup.progress("reading the file", part)
+        startup.progress("writing", 0.5)
+        startup.progress("ready", 1.0)
+    assert ["loading", "reading the file", "writing: 50%"] == caplog.messages
+    assert ["loading"] == list(startup.took_s)
