@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from cachesvc.cli import app
 from cachesvc.conform.offline import stop
-from cachesvc.conform.question import ServedAnswer, read_answer, rounds
+from cachesvc.conform.question import Question, ServedAnswer, compare, read_answer, rounds
 from cachesvc.conform.report import faults, summary
 from cachesvc.conform.suite import KINDS
 from tests.support.stand_in import Handler, StandIn, served
@@ -214,6 +214,18 @@ def test_a_server_or_a_model_that_cannot_be_asked_is_refused(serve):
     assert told.exit_code == 1 and "makes a request to 'someone' cold" in told.stderr
     told = CliRunner().invoke(app, ["conform", serve("x", honest).url, "--model", "other"])
     assert told.exit_code == 1 and "does not serve other; it serves m" in told.stderr
+
+
+def test_answers_part_at_the_first_token_that_differs():
+    asked = Question((1, 2), 3)
+    cold, hit = (
+        ServedAnswer(("a", "b", "c"), (-1.0, -2.0, -3.0)),
+        ServedAnswer(("a", "b"), (-1.0, -2.5)),
+    )
+    assert compare("k", asked, cold, cold).at is None
+    check = compare("k", asked, cold, hit)
+    assert (check.at, check.moved) == (2, 0.5)
+    assert compare("k", asked, ServedAnswer(("a",)), ServedAnswer(("a",))).moved is None
 
 
 def test_answers_are_read_from_each_servers_form():
