@@ -6,13 +6,7 @@ from concurrent.futures import Future
 import pytest
 from sqlalchemy import text
 
-from billing.errors import (
-    DuplicateRequest,
-    InvalidName,
-    LedgerClosed,
-    LedgerUnavailable,
-    StoreError,
-)
+from billing import errors
 from billing.gate.commands import Command, Reserve, Settle
 from billing.gate.holds import Hold
 from billing.gate.outcomes import Outcome
@@ -55,7 +49,7 @@ def test_only_rows_that_exist_already_fail(house):
         settling = [
             house.ledger.settle(hold, Usage(), Outcome.FINISHED) for hold in (first, other, second)
         ]
-    with pytest.raises(LedgerUnavailable, match=r"(?i)unique"):
+    with pytest.raises(errors.LedgerUnavailable, match=r"(?i)unique"):
         settling[0].result(10)
     assert settling[1].result(10).entry.tenant == "other"
     with house.ledger.store.writing() as connection:
@@ -74,7 +68,7 @@ def test_a_hold_that_was_taken_by_a_try_that_did_not_hear_of_it_is_the_same(hous
         results, _ = house.ledger.store.apply([asked], house.ledger.book, house.clock)
         assert results == [hold]
     assert house.account().held == 60
-    with pytest.raises(DuplicateRequest):
+    with pytest.raises(errors.DuplicateRequest):
         house.reserve("r1", 60)
     house.ledger.void(hold).result()
 
@@ -83,7 +77,7 @@ def test_a_request_id_that_is_taken_does_not_end_the_request_that_has_it(house):
     """A top-up renews its lease."""
     house.fund(100)
     hold = house.reserve("r1", 60)
-    with pytest.raises(DuplicateRequest):
+    with pytest.raises(errors.DuplicateRequest):
         house.reserve("r1", 1)
     assert house.ledger.sweeper.sweep() == 0
     before = house.ledger._leases[hold.key]
@@ -119,7 +113,7 @@ def test_a_batch_moves_every_account_that_it_touches(house):
 def test_a_queue_that_is_full_refuses_at_once(house, monkeypatch):
     pinned = house.ledger.book.at("model", house.clock(), "CNY")
     monkeypatch.setattr("billing.inbox.QUEUE_LIMIT", 0)
-    with pytest.raises(LedgerUnavailable, match="too many"):
+    with pytest.raises(errors.LedgerUnavailable, match="too many"):
         house.ledger.reserve("acme", "r1", 0, pinned).result(10)
 
 
@@ -127,7 +121,7 @@ def test_an_admins_reference_is_not_one_of_the_ledgers_own(house):
     house.fund(UNITS)
     house.charge("r1", USAGE)
     for reference in ("late:r1", "retry:r1"):
-        with pytest.raises(InvalidName, match="the ledger's own"):
+        with pytest.raises(errors.InvalidName, match="the ledger's own"):
             house.correct("r1", reference)
 
 
@@ -136,7 +130,7 @@ def test_nobody_waits_for_a_ledger_that_was_closed(url):
         pinned = house.ledger.book.at("model", house.clock(), "CNY")
         house.ledger.close()
         house.ledger._commits.is_open = True  # who looked the moment before
-        with pytest.raises(LedgerClosed):
+        with pytest.raises(errors.LedgerClosed):
             house.ledger.reserve("acme", "r1", 0, pinned).result(10)
         house.ledger._commits.is_open = False
 
@@ -157,7 +151,7 @@ def test_a_second_server_of_a_name_is_refused_while_the_first_runs(url):
     first = open_store(url)
     first.claim("one/two")
     second = open_store(url)
-    with pytest.raises(StoreError, match=r"billing\.server_name"):
+    with pytest.raises(errors.StoreError, match=r"billing\.server_name"):
         second.claim("one/two", wait_s=0)
     second.claim("another", wait_s=0)
     first.close()

@@ -11,20 +11,8 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError
 
+from billing import errors
 from billing.accounts import Accounts
-from billing.errors import (
-    AlreadyExists,
-    CurrencyMismatch,
-    DuplicateRequest,
-    InsufficientBalance,
-    InvalidAmount,
-    KeyRevoked,
-    StoreError,
-    TenantSuspended,
-    UnknownHold,
-    UnknownKey,
-    UnknownTenant,
-)
 from billing.gate.entries import Kind
 from billing.gate.outcomes import Outcome
 from billing.money import UNITS
@@ -62,7 +50,7 @@ def test_a_request_is_settled_once_however_often_it_is_said(house):
     first = house.settle(hold, USAGE)
     again = house.settle(hold, Usage(miss=10**6))
     assert (again.repeated, again.entry, again.charge) == (True, first.entry, first.charge)
-    with pytest.raises(DuplicateRequest):
+    with pytest.raises(errors.DuplicateRequest):
         house.reserve("r1", 1)
     assert [entry.kind for entry in entries(house.ledger.store)] == [Kind.TOPUP, Kind.CHARGE]
 
@@ -70,26 +58,26 @@ def test_a_request_is_settled_once_however_often_it_is_said(house):
 def test_the_gate_refuses_what_the_balance_does_not_cover(house):
     house.fund(100)
     first = house.reserve("r1", 60)
-    with pytest.raises(InsufficientBalance, match="top up"):
+    with pytest.raises(errors.InsufficientBalance, match="top up"):
         house.reserve("r2", 41)
     assert house.ledger.top_up(first, 40).result() == 100
-    with pytest.raises(InsufficientBalance):
+    with pytest.raises(errors.InsufficientBalance):
         house.ledger.top_up(first, 1).result()
     house.ledger.void(first).result()
     assert house.reserve("r3", 100).request_id == "r3"
-    with pytest.raises(UnknownHold):
+    with pytest.raises(errors.UnknownHold):
         house.ledger.top_up(first, 1).result()
 
 
 def test_unknown_and_suspended_tenants_and_other_currencies_are_refused(house):
     house.fund(100)
-    with pytest.raises(UnknownTenant):
+    with pytest.raises(errors.UnknownTenant):
         house.reserve("r1", 1, tenant="nobody")
     house.accounts.create_tenant("yankee", "USD", by="test")
-    with pytest.raises(CurrencyMismatch, match="pays in USD"):
+    with pytest.raises(errors.CurrencyMismatch, match="pays in USD"):
         house.reserve("r1", 0, tenant="yankee")
     house.accounts.set_suspended("acme", True, by="test")
-    with pytest.raises(TenantSuspended):
+    with pytest.raises(errors.TenantSuspended):
         house.reserve("r1", 1)
 
 
@@ -97,8 +85,8 @@ def test_one_refusal_leaves_the_rest_of_its_batch_alone(house):
     house.fund(100)
     pinned = house.ledger.book.at("model", house.clock(), "CNY")
     futures = [house.ledger.reserve("acme", f"r{i}", 30, pinned) for i in range(5)]
-    errors = [future.exception() for future in futures]
-    assert [type(error) for error in errors] == [type(None)] * 3 + [InsufficientBalance] * 2
+    raised = [future.exception() for future in futures]
+    assert [type(error) for error in raised] == [type(None)] * 3 + [errors.InsufficientBalance] * 2
 
 
 @pytest.mark.parametrize("by_admin", [False, True])
@@ -132,12 +120,12 @@ def test_a_correction_gives_back_no_more_than_is_left_of_its_charge(house):
     for _ in range(2):  # said again, it is the same
         assert house.correct("r1", "c1", 4_000_000).amount == 4_000_000
     for other in (9, None):
-        with pytest.raises(AlreadyExists, match="another correction"):
+        with pytest.raises(errors.AlreadyExists, match="another correction"):
             house.correct("r1", "c1", other)
-    with pytest.raises(InvalidAmount, match="left of its charge"):
+    with pytest.raises(errors.InvalidAmount, match="left of its charge"):
         house.correct("r1", "c2", PRICE - 4_000_000 + 1)
     assert house.correct("r1", "c3").amount == PRICE - 4_000_000
-    with pytest.raises(InvalidAmount, match="given back completely"):
+    with pytest.raises(errors.InvalidAmount, match="given back completely"):
         house.correct("r1", "c4")
     assert house.account().topup == UNITS
 
@@ -244,10 +232,10 @@ def test_keys_work_at_once_and_end_when_revoked_elsewhere(house):
     assert house.accounts.is_live(info.key_id)
     other.revoke_key(info.prefix, by="test", reason="lost")
     house.accounts.refresh()
-    with pytest.raises(KeyRevoked):
+    with pytest.raises(errors.KeyRevoked):
         house.accounts.authenticate(key)
     assert not house.accounts.is_live(info.key_id)
-    with pytest.raises(UnknownKey):
+    with pytest.raises(errors.UnknownKey):
         house.accounts.authenticate("sk-guess")
     newest = house.accounts.trail.newest(1)[0]
     assert (newest["action"], newest["actor"], newest["reason"]) == ("key.revoke", "test", "lost")
@@ -314,7 +302,7 @@ def test_a_connection_keeps_few_of_the_pages_that_it_read(tmp_path):
 
 @pytest.mark.parametrize("bad", ["nonsense", "mysql://x/y", "sqlite://", "sqlite:////proc/no/x"])
 def test_a_database_that_cannot_be_says_so(bad):
-    with pytest.raises((StoreError, OSError)):
+    with pytest.raises((errors.StoreError, OSError)):
         open_store(bad)
 
 
@@ -322,7 +310,8 @@ def test_a_ledger_in_a_folder_that_cannot_be_written_says_so(tmp_path, monkeypat
     """As on a snapshot that is mounted read-only; SQLite says `unable to open database file`."""
     (tmp_path / "ledger.sqlite3-wal").mkdir()
     monkeypatch.setattr(os, "access", lambda path, mode: False)
-    with pytest.raises(StoreError, match=f"also to read it, and {tmp_path} cannot be written"):
+    said = f"also to read it, and {tmp_path} cannot be written"
+    with pytest.raises(errors.StoreError, match=said):
         open_store(f"sqlite:///{tmp_path / 'ledger.sqlite3'}")
 
 
@@ -342,7 +331,7 @@ def test_a_ledger_that_lost_its_contents_is_not_recreated(tmp_path, left):
             empty.execute("PRAGMA journal_mode=WAL")
     assert left == file.stat().st_size
     for _ in range(2):
-        with pytest.raises(StoreError, match=r"is empty, though .* Restore it from a copy"):
+        with pytest.raises(errors.StoreError, match=r"is empty, though .* Restore it from a copy"):
             open_store(f"sqlite:///{file}")
     file.unlink()
     open_store(f"sqlite:///{file}").close()

@@ -4,15 +4,8 @@ from contextlib import closing
 
 import pytest
 
+from billing import errors
 from billing.budgets import BudgetSpan, Of, remove_budget, set_budget
-from billing.errors import (
-    AlreadyExists,
-    InsufficientBalance,
-    InvalidName,
-    SpendLimitReached,
-    UnknownBudget,
-    UnknownTenant,
-)
 from billing.gate.entries import Kind
 from billing.gate.holds import Hold
 from billing.gate.limits import SpendLimit, period_ns
@@ -69,7 +62,7 @@ def test_a_request_that_would_pass_the_limit_is_refused_and_told_why(house):
     limit(house, 10)
     spend(house, "r1", 6)
     running = house.reserve("r2", 3 * TOKEN)
-    with pytest.raises(SpendLimitReached) as raised:
+    with pytest.raises(errors.SpendLimitReached) as raised:
         house.reserve("r3", 2 * TOKEN)
     refusal = raised.value
     about = (refusal.limit, refusal.of, refusal.value, refusal.per)
@@ -81,12 +74,12 @@ def test_a_request_that_would_pass_the_limit_is_refused_and_told_why(house):
     assert "0.000006" in str(refusal) and "2025-02-01T00:00:00Z" in str(refusal)
     spend(house, "r4", 1)  # to the last unit
     house.settle(running, Usage(output=3))
-    with pytest.raises(SpendLimitReached) as raised:
+    with pytest.raises(errors.SpendLimitReached) as raised:
         house.reserve("r5", 1)
     assert not raised.value.passes
     assert {"2025-01/": (10, 0)} == spent(house)
     limit(house, 2 * UNITS)
-    with pytest.raises(InsufficientBalance):  # a balance that is too small is refused as that
+    with pytest.raises(errors.InsufficientBalance):  # too small a balance is refused as that
         house.reserve("r6", UNITS)
 
 
@@ -94,7 +87,7 @@ def test_an_answer_is_cut_where_the_limit_ends_it(house):
     limit(house, 10)
     hold = house.reserve("r1", 6 * TOKEN)
     house.ledger.top_up(hold, 4 * TOKEN).result()
-    with pytest.raises(SpendLimitReached):
+    with pytest.raises(errors.SpendLimitReached):
         house.ledger.top_up(hold, 1).result()
     assert 10 * TOKEN == house.ledger.top_up(hold, 0, usage=Usage(output=9)).result()  # renews
     house.settle(hold, Usage(output=10), Outcome.BUDGET)
@@ -113,7 +106,7 @@ def test_a_limit_counts_its_own_key_user_or_tag_alone(house, of, value, mine, ot
     limit(house, 2, of, value)
     spend(house, "r1", 5, **other)
     spend(house, "r2", 2, **mine)
-    with pytest.raises(SpendLimitReached, match="'" + value):
+    with pytest.raises(errors.SpendLimitReached, match="'" + value):
         house.reserve("r3", 1, **mine)
     spend(house, "r4", 5, **other)
     spend(house, "r5", 5)
@@ -125,13 +118,13 @@ def test_a_request_meets_every_limit_that_counts_it(house):
     limit(house, 5, Of.USER, "*", name="users")
     limit(house, 3, Of.KEY, "k", name="key", per=BudgetSpan.DAY)
     spend(house, "r1", 3, user="anna", key_id="k")
-    with pytest.raises(SpendLimitReached, match="'key'"):
+    with pytest.raises(errors.SpendLimitReached, match="'key'"):
         house.reserve("r2", TOKEN, user="anna", key_id="k")
     spend(house, "r3", 2, user="anna")
-    with pytest.raises(SpendLimitReached, match="'users'"):
+    with pytest.raises(errors.SpendLimitReached, match="'users'"):
         house.reserve("r4", TOKEN, user="anna")
     spend(house, "r5", 4, user="ben")
-    with pytest.raises(SpendLimitReached, match="'cap'"):
+    with pytest.raises(errors.SpendLimitReached, match="'cap'"):
         house.reserve("r6", TOKEN, user="carl")
     charge = next(e for e in entries(house.ledger.store) if e.request_id == "r1")
     assert {"cap", "users", "key"} == set(charge.details["limits"])
@@ -146,7 +139,7 @@ def test_a_new_month_begins_anew_and_a_request_counts_where_it_was_admitted(hous
     spend(house, "r3", 4)
     assert {"2025-01/": (2, 1), "2025-02/": (4, 0)} == spent(house)
     house.ledger.top_up(late, TOKEN).result()
-    with pytest.raises(SpendLimitReached):
+    with pytest.raises(errors.SpendLimitReached):
         house.ledger.top_up(late, 1).result()
     house.settle(late, Usage(output=2))
     assert {"2025-01/": (4, 0), "2025-02/": (4, 0)} == spent(house)
@@ -162,7 +155,7 @@ def test_a_limit_set_in_the_middle_counts_what_was_spent_and_what_runs(house):
     running = house.reserve("r3", 2 * TOKEN, user="anna")
     limit(house, 5, Of.USER, "anna")
     assert {"2025-01/anna": (2, 2)} == spent(house)
-    with pytest.raises(SpendLimitReached):
+    with pytest.raises(errors.SpendLimitReached):
         house.reserve("r4", 2 * TOKEN, user="anna")
     house.settle(running, Usage(output=2))
     spend(house, "r5", 1, user="anna")
@@ -173,7 +166,7 @@ def test_a_limit_below_what_is_spent_refuses_the_next_and_a_raised_one_lets_it_i
     spend(house, "r1", 6)
     running = house.reserve("r2", 3 * TOKEN)
     limit(house, 2)
-    with pytest.raises(SpendLimitReached):
+    with pytest.raises(errors.SpendLimitReached):
         house.reserve("r3", 1)
     house.settle(running, Usage(output=3))
     limit(house, 10)
@@ -183,7 +176,7 @@ def test_a_limit_below_what_is_spent_refuses_the_next_and_a_raised_one_lets_it_i
     spend(house, "r5", 5)
     assert {} == spent(house)
     limit(house, 15)
-    with pytest.raises(SpendLimitReached):
+    with pytest.raises(errors.SpendLimitReached):
         house.reserve("r6", 1)
     remove(house)
     spend(house, "r7", 5)
@@ -221,7 +214,7 @@ def test_what_a_crash_leaves_counts_as_it_was_charged_and_then_as_it_was(house):
     [{"of": Of.TAG, "value": "*"}, {"of": Of.USER}, {"value": "ann"}, {"name": "a b"}],
 )
 def test_only_keys_and_users_each_have_a_limit_and_others_name_one(house, wrong):
-    with pytest.raises(InvalidName):
+    with pytest.raises(errors.InvalidName):
         limit(house, 1, **wrong)
 
 
@@ -229,12 +222,12 @@ def test_a_change_of_a_budget_is_in_the_trail_and_no_other_tenants(house):
     limit(house, 1)
     limit(house, 2)
     house.accounts.create_tenant("other", "CNY", by="ops")
-    with pytest.raises(AlreadyExists, match="'acme'"):
+    with pytest.raises(errors.AlreadyExists, match="'acme'"):
         limit(house, 1, tenant="other")
-    with pytest.raises(UnknownTenant):
+    with pytest.raises(errors.UnknownTenant):
         limit(house, 1, tenant="nobody")
     remove(house)
-    with pytest.raises(UnknownBudget):
+    with pytest.raises(errors.UnknownBudget):
         remove(house)
     actions = [row["action"] for row in house.accounts.trail.newest(4)]
     assert ["budget.remove", "tenant.create", "budget.set", "budget.set"] == actions
