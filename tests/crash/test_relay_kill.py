@@ -51,8 +51,8 @@ def answer_slowly(port: int) -> None:
     with Endpoint(owned_by="openai") as server:
         for path, parts in STREAMS.items():
             events = [each for part in parts for each in part]
-            server.script[path] = [step for each in events for step in (0.01, each)]
-            server.whole[path] = [0.05, compact(WHOLE[path])]
+            server.script[path] = [step for each in events for step in (0.1, each)]
+            server.whole[path] = [0.5, compact(WHOLE[path])]
         server.serve_forever()
 
 
@@ -104,8 +104,9 @@ class Load:
                 if most is not None and len(said) > most:
                     self.seen["left"] += 1
                     return
-        wanted = joined(each for part in STREAMS[path] for each in part)
-        if said == (wanted if asked["stream"] else compact(WHOLE[path])):
+        # An endpoint that dies after its usage has said all but the close.
+        wanted = [joined(each for part in STREAMS[path][:n] for each in part) for n in (4, 5)]
+        if said in (wanted if asked["stream"] else [compact(WHOLE[path])]):
             assert answer.status_code == 200
             self.whole.add(answer.headers["x-request-id"])
             self.seen[path] += 1
