@@ -6,13 +6,11 @@ Without Chromium the tests are skipped, and fail with CI=true.
 
 import json
 import urllib.request
-from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import sync_playwright
 
 from cachesvc.server.server_file import LiveServer, find_server
 from tests.live_server import ForkedServer
@@ -38,7 +36,7 @@ class Served:
     live: LiveServer
     keys: dict[str, str]  # of Ada, who changes things, and of Bob, who looks
 
-    def ask(self, question: str, *, system: str = TEXT, max_tokens: int = 8) -> dict[str, Any]:
+    def ask(self, question, *, system=TEXT, max_tokens=8):
         """One chat completion, as a client sends it."""
         body = {
             "model": MODEL,
@@ -55,12 +53,11 @@ class Served:
             {"Content-Type": "application/json", "Authorization": f"Bearer {self.keys['ada']}"},
         )
         with urllib.request.urlopen(request, timeout=120) as response:
-            answer: dict[str, Any] = json.load(response)
-        return answer
+            return json.load(response)
 
-    def link(self, role: str = "admin") -> str:
+    def link(self, role="admin"):
         """A URL that logs in once."""
-        path: str = self.live.post(f"/admin/api/links?role={role}")["path"]
+        path = self.live.post(f"/admin/api/links?role={role}")["path"]
         return self.url + path
 
 
@@ -69,13 +66,13 @@ class DashboardServer(ForkedServer):
 
     more: tuple[str, ...] = ()
 
-    def command(self) -> list[Any]:
+    def command(self):
         sizes = ("--device-cache", "1MiB", "--host-cache", "1MiB", "--disk-cache", "64MiB")
         return [*super().command(), *sizes, *self.more]
 
 
 @contextmanager
-def serving(folder: Path, *arguments: str) -> Iterator[Served]:
+def serving(folder, *arguments):
     """`cachesvc serve` on `folder`, until the block ends."""
     save_tiny_model(folder / MODEL)
     server = DashboardServer(folder, folder / MODEL)
@@ -98,7 +95,7 @@ def serving(folder: Path, *arguments: str) -> Iterator[Served]:
 
 
 @contextmanager
-def chromium() -> Iterator[Browser]:
+def chromium():
     """Debian's Chromium, headless."""
     path = installed("chromium")
     with sync_playwright() as playwright:
@@ -112,36 +109,35 @@ def chromium() -> Iterator[Browser]:
 class Visitor:
     """A person with a browser: pages of one context, and what went wrong in them."""
 
-    def __init__(self, browser: Browser, served: Served, **options: Any) -> None:
+    def __init__(self, browser, served, **options):
         options = {"viewport": {"width": 1440, "height": 900}, "color_scheme": "light"} | options
         self.served = served
         self.context = browser.new_context(base_url=served.url, **options)
         self.context.set_default_timeout(60_000)
-        self.page: Page = self.context.new_page()
-        self.troubles: list[str] = []
+        self.page = self.context.new_page()
+        self.troubles = []
         self.page.on("pageerror", lambda error: self.troubles.append(f"error: {error}"))
         self.page.on("console", self._listen)
 
-    def log_in(self, role: str = "admin") -> Page:
+    def log_in(self, role="admin"):
         """By a one-time link; ends on the overview."""
         self.page.goto(self.served.link(role))
         self.page.wait_for_url("**/admin")
         return self.page
 
-    def shot(self, name: str, *, full_page: bool = True) -> Path:
+    def shot(self, name, *, full_page=True):
         """A picture for people, kept with CI's artefacts."""
         ARTIFACTS.mkdir(parents=True, exist_ok=True)
         path = ARTIFACTS / f"{name}.png"
         path.write_bytes(self.page.screenshot(full_page=full_page))
         return path
 
-    def overflow(self) -> float:
+    def overflow(self):
         """Pixels by which the page is wider than the window."""
         script = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
-        width: float = self.page.evaluate(script)
-        return width
+        return self.page.evaluate(script)
 
-    def violations(self, *, but: Sequence[str] = ()) -> list[str]:
+    def violations(self, *, but=()):
         """What axe-core finds serious or critical, and landmarks of one name: `rule: element`."""
         from axe_playwright_python.sync_playwright import Axe
 
@@ -154,11 +150,11 @@ class Visitor:
             for node in rule["nodes"]
         ]
 
-    def close(self) -> None:
+    def close(self):
         """Ends the visit. Nothing may have gone wrong unseen."""
         self.context.close()
         assert [] == self.troubles
 
-    def _listen(self, message: Any) -> None:
+    def _listen(self, message):
         if message.type in ("error", "warning"):
             self.troubles.append(f"{message.type}: {message.text}")

@@ -1,13 +1,10 @@
 """Clients of a live server: what they ask, and what they were told of tokens and cost."""
 
 import json
-import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
-
-import httpx
 
 MODEL = "tiny"
 DETAILS = {"X-Cachesvc": "details"}
@@ -27,7 +24,7 @@ class Incomplete(Exception):
     """The connection ended before the answer did."""
 
 
-def question(dice: random.Random, *, max_tokens: int = 48) -> dict[str, Any]:
+def question(dice, *, max_tokens=48):
     """A prompt that shares its beginning with others, streamed or not."""
     text = dice.choice(TOPICS) + f"Which is number {dice.randrange(8)}?"
     stream = dice.random() < 0.5
@@ -42,9 +39,7 @@ def question(dice: random.Random, *, max_tokens: int = 48) -> dict[str, Any]:
     }
 
 
-async def ask(
-    client: httpx.AsyncClient, url: str, body: Mapping[str, Any], headers: Mapping[str, str]
-) -> Answer:
+async def ask(client, url, body, headers):
     """The whole answer. Raises httpx's errors, or Incomplete."""
     content = json.dumps(body).encode()
     sent = {**headers, **DETAILS, "Content-Type": "application/json"}
@@ -53,7 +48,7 @@ async def ask(
     return read(answer.text) if body["stream"] else _answer(answer.json())
 
 
-def read(text: str) -> Answer:
+def read(text):
     """The answer of a stream. Raises Incomplete."""
     if not text.endswith("data: [DONE]\n\n"):
         raise Incomplete
@@ -64,6 +59,6 @@ def read(text: str) -> Answer:
     return _answer(documents[-1])
 
 
-def _answer(document: Mapping[str, Any]) -> Answer:
+def _answer(document):
     cost = Decimal(document["cachesvc"]["cost"]["amount"])
     return Answer(document["id"].partition("-")[2], cost, document["usage"])

@@ -7,10 +7,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from billing.accounts import Accounts
 from billing.gate.commands import Deposit
@@ -18,7 +16,6 @@ from billing.gate.entries import Kind
 from billing.ledger import Ledger
 from billing.prices.cards import default_card
 from billing.store.opening import database_url, open_store
-from billing.store.store import LedgerStore
 from tests.children import Program
 from tests.patience import PATIENCE_S
 
@@ -27,9 +24,7 @@ READY = re.compile(r"serves \S+ on (http://[^\s\"]+)")
 
 
 @contextmanager
-def serve(
-    log: Path, *arguments: object, **environment: str
-) -> "Iterator[tuple[subprocess.Popen[bytes], str]]":
+def serve(log, *arguments, **environment):
     """A running `cachesvc serve` on a free port, and its URL; ended, if the test has not, by
     SIGKILL."""
     env = {**os.environ, **environment}
@@ -52,15 +47,15 @@ class LiveServer:
 
     start_s: float = PATIENCE_S
 
-    def __init__(self, folder: Path, model: Path, **environment: str) -> None:
+    def __init__(self, folder, model, **environment):
         self.data_dir = folder / "data"
         self._log = folder / "serve.log"
         self._model = model
         self._environment = {**os.environ, **environment, "OMP_NUM_THREADS": "1"}
-        self._process: Program | subprocess.Popen[bytes] | None = None
+        self._process = None
         self.url = ""
 
-    def start(self) -> str:
+    def start(self):
         """Start it and wait until it serves; gives its URL."""
         self._log.write_bytes(b"")
         self._process = self.begin()
@@ -71,56 +66,56 @@ class LiveServer:
         self.url = found[1]
         return self.url
 
-    def begin(self) -> "Program | subprocess.Popen[bytes]":
+    def begin(self):
         """Its process, beside the model's folder: a folder is served under the name it is given
         by."""
         where, env = self._model.parent, self._environment
         with self._log.open("ab") as out:
             return subprocess.Popen(self.command(), cwd=where, stdout=out, stderr=out, env=env)
 
-    def command(self) -> list[Any]:
+    def command(self):
         """How it is started, beside the model's folder."""
         sizes = ("--device-cache", "8MiB", "--host-cache", "8MiB", "--disk-cache", "16MiB")
         options = ("--port", "0", "--data-dir", self.data_dir, "--block-size", "16", *sizes)
         return [SCRIPT, "serve", "--model", self._model.name, *options]
 
     @property
-    def log(self) -> str:
+    def log(self):
         return self._log.read_text()
 
     @property
-    def pid(self) -> int:
+    def pid(self):
         assert self._process is not None
         return self._process.pid
 
     @property
-    def runs(self) -> bool:
+    def runs(self):
         """Whether it was started and has not ended."""
         return self._process is not None and self._process.poll() is None
 
-    def kill(self) -> None:
+    def kill(self):
         """SIGKILL: nothing is flushed, nobody is told."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
 
-    def stop(self) -> None:
+    def stop(self):
         """SIGTERM, and the exit code that a clean end has."""
         assert self._process is not None
         self._process.send_signal(signal.SIGTERM)
         assert self._process.wait(self.start_s) == 0, self.log
 
-    def wait(self) -> int:
+    def wait(self):
         """The exit code of a server that ends by itself."""
         assert self._process is not None
         return self._process.wait(self.start_s)
 
-    def store(self) -> LedgerStore:
+    def store(self):
         """Its ledger, opened beside it."""
         self.data_dir.mkdir(parents=True, exist_ok=True)
         return open_store(database_url(self.data_dir))
 
-    def customer(self, tenant: str, units: int) -> Mapping[str, str]:
+    def customer(self, tenant, units):
         """A prepaid tenant with so much; the header that its key makes."""
         store = self.store()
         accounts = Accounts(store)
@@ -137,7 +132,7 @@ class LiveServer:
             store.close()
         return {"Authorization": f"Bearer {key}"}
 
-    def told(self, *arguments: str) -> Any:
+    def told(self, *arguments):
         """What a command prints with --json for this data directory."""
         done = subprocess.run(
             [SCRIPT, *arguments, "--json", "--data-dir", self.data_dir],
@@ -153,6 +148,6 @@ class LiveServer:
 class ForkedServer(LiveServer):
     """One that need not import what it needs. For tests of what a server does once it serves."""
 
-    def begin(self) -> Program:
+    def begin(self):
         _, *arguments = map(str, self.command())
         return Program(arguments, cwd=self._model.parent, env=self._environment, log=self._log)

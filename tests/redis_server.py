@@ -4,10 +4,7 @@ machine."""
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,7 +15,7 @@ SLOTS = 16384
 
 
 @contextmanager
-def redis_server(folder: Path) -> Iterator[str]:
+def redis_server(folder):
     """The URL of a server that keeps nothing."""
     port = free_port()
     with _running(folder, port):
@@ -26,7 +23,7 @@ def redis_server(folder: Path) -> Iterator[str]:
 
 
 @contextmanager
-def redis_cluster(folder: Path) -> Iterator[tuple[str, list["subprocess.Popen[bytes]"]]]:
+def redis_cluster(folder):
     """The URL of a cluster of three nodes that keep nothing, each with a third of the slots.
 
     A node that is killed is not replaced: its slots fail, those of the others are served.
@@ -58,7 +55,7 @@ def redis_cluster(folder: Path) -> Iterator[tuple[str, list["subprocess.Popen[by
 
 
 @contextmanager
-def _running(folder: Path, port: int, *options: str) -> Iterator["subprocess.Popen[bytes]"]:
+def _running(folder, port, *options):
     command = [installed("redis-server"), "--port", str(port), "--bind", "127.0.0.1"]
     command += ["--save", "", "--dir", str(folder), *options]
     path = folder / f"redis-{port}.log"
@@ -66,7 +63,7 @@ def _running(folder: Path, port: int, *options: str) -> Iterator["subprocess.Pop
         server = subprocess.Popen(command, stdout=log, stderr=log)
     try:
 
-        def connect() -> None:
+        def connect():
             socket.create_connection(("127.0.0.1", port), timeout=1).close()
 
         until_ready(connect, server, path, OSError)
@@ -76,7 +73,7 @@ def _running(folder: Path, port: int, *options: str) -> Iterator["subprocess.Pop
         server.wait(20)
 
 
-def _cluster_state(client: Any) -> tuple[str, int]:
+def _cluster_state(client):
     told = client.execute_command("CLUSTER", "INFO").decode().split()
     info = dict(line.split(":", 1) for line in told)
     return info["cluster_state"], int(info["cluster_known_nodes"])

@@ -5,21 +5,18 @@ import contextlib
 import socket
 import threading
 import time
-from pathlib import Path
 
 import uvicorn
 
-from api.admin.parts import AdminParts
 from api.app import create_app
 from cachesvc.server.server_file import announced
 from tests.support.admin import OPERATOR_TOKEN
-from tests.support.wire import FakeHouse
 
 
 class Running:
     """A real HTTP server over fakes, announced in a data directory as `serve` does."""
 
-    def __init__(self, data_dir: Path, parts: AdminParts, house: FakeHouse) -> None:
+    def __init__(self, data_dir, parts, house):
         self.data_dir, self.house = data_dir, house
         application = create_app(house.wire, admin=parts)
         self._listener = socket.socket()
@@ -30,10 +27,10 @@ class Running:
         self._server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign]
         self._thread = threading.Thread(target=self._run, name="http")
 
-    def _run(self) -> None:
+    def _run(self):
         asyncio.run(self._server.serve(sockets=[self._listener]))
 
-    def __enter__(self) -> "Running":
+    def __enter__(self):
         self._thread.start()
         while not self._server.started:
             time.sleep(0.005)
@@ -41,7 +38,7 @@ class Running:
         self._announcement.__enter__()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         self._announcement.__exit__(None, None, None)
         self._server.should_exit = True
         self._thread.join()

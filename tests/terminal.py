@@ -8,9 +8,7 @@ import struct
 import subprocess
 import termios
 import time
-from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
 import pyte
 
@@ -22,7 +20,7 @@ COLUMNS, ROWS = 120, 40
 class Terminal:
     """A running program, everything it wrote (`written`), and its screen (`lines`)."""
 
-    def __init__(self, process: subprocess.Popen[bytes], terminal: int) -> None:
+    def __init__(self, process, terminal):
         self.process = process
         self.written = ""
         self.screen = pyte.HistoryScreen(COLUMNS, ROWS, history=1000)
@@ -30,30 +28,30 @@ class Terminal:
         self._terminal = terminal
 
     @property
-    def lines(self) -> list[str]:
+    def lines(self):
         """The screen's lines without their padding."""
         return [line.rstrip() for line in self.screen.display]
 
-    def read_until(self, wanted: str, deadline_s: float = PATIENCE_S) -> None:
+    def read_until(self, wanted, deadline_s=PATIENCE_S):
         """Read until the screen holds `wanted`, also across a line break of the terminal."""
         ends_s = time.monotonic() + deadline_s
         while wanted not in "".join(self.screen.display):
             assert time.monotonic() < ends_s, "\n".join(self.lines)
             assert self._read(), f"the program ended: {self.written}"
 
-    def read_to_end(self, deadline_s: float = PATIENCE_S) -> None:
+    def read_to_end(self, deadline_s=PATIENCE_S):
         """Read until the program closes its terminal."""
         ends_s = time.monotonic() + deadline_s
         while self._read():
             assert time.monotonic() < ends_s, "\n".join(self.lines)
 
-    def stop(self) -> int:
+    def stop(self):
         """SIGTERM, the rest of what it writes, and its exit status."""
         self.process.send_signal(signal.SIGTERM)
         self.read_to_end()
         return self.process.wait()
 
-    def _read(self) -> bool:
+    def _read(self):
         ready, _, _ = select.select([self._terminal], [], [], 0.2)
         if not ready:
             return True
@@ -67,7 +65,7 @@ class Terminal:
 
 
 @contextmanager
-def on_a_terminal(command: Sequence[str], folder: Path) -> Iterator[Terminal]:
+def on_a_terminal(command, folder):
     """Run `command` in `folder` on a terminal of 120 columns; kill it at the end.
 
     The shell opens the terminal as the leader of a new session, which makes it the controlling one.

@@ -4,7 +4,6 @@ import time
 from array import array
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,14 +20,13 @@ from cachesvc.operator.purge import RECEIPTS
 from cachesvc.operator.scopes import DAMAGED, note_scopes
 from cachesvc.operator.secret import read_secret
 from engine.engine import Engine
-from engine.request import Request, SamplingParams, StepOutput
+from engine.request import Request, SamplingParams
 from engine.settings import EngineSettings
 from tests.support.admin import OPERATOR_TOKEN, RecordingTrail, admin_client, fake_parts
 from tests.support.billing import running_ledger
 from tests.support.chain_runner import ChainRunner, chain_layout
 from tests.support.wire import FakeHouse, fake_house
 from tiers.blocks.chain import Chain
-from tiers.blocks.keys import CacheScope
 from tiers.cache import CacheSettings, TieredCache
 from tiers.disk.open import open_disk
 from tiers.disk.pin_file import load_pins
@@ -53,11 +51,11 @@ class Running:
     signer: ReceiptSigner
     ended: set[str]
 
-    def scope(self, tenant: str) -> CacheScope:
+    def scope(self, tenant):
         model = next(iter(self.house.wire.inference.models.values()))
         return replace(model.scope, tenant=self.house.wire.access.salts.of_tenant(tenant))
 
-    def serve(self, name: str, tokens: list[int], tenant: str = "acme") -> Chain:
+    def serve(self, name, tokens, tenant="acme"):
         """Run a request to its end; the chain of its prompt."""
         params = SamplingParams(temperature=0, max_tokens=1)
         prompt = array("i", tokens)
@@ -68,7 +66,7 @@ class Running:
             self.engine.call(lambda cache: None).result(5)
         return Chain(self.scope(tenant).root(), tokens, BLOCK)
 
-    def stands(self, chain: Chain) -> int:
+    def stands(self, chain):
         """How many leading blocks a later request would find above the disk."""
         return self.engine.call(lambda _: self.cache.peek(chain) // BLOCK).result(5)
 
@@ -77,10 +75,10 @@ class Running:
 def running(tmp_path):
     house = fake_house(salts=Salts(read_secret(tmp_path)))
     note_scopes(tmp_path, house.wire.inference.models.values())
-    ended: set[str] = set()
+    ended = set()
 
-    def take(outputs: Any) -> None:
-        last: list[StepOutput] = [output for output in outputs if output.last]
+    def take(outputs):
+        last = [output for output in outputs if output.last]
         ended.update(output.request_id for output in last)
 
     disk = open_disk(disk_path(tmp_path), LAYOUT, 4 << 20)
@@ -121,7 +119,7 @@ async def client(running, trail):
         yield client
 
 
-def pin_names(running: Running) -> list[str]:
+def pin_names(running):
     """Of those on disk."""
     return [pin.name for pin in load_pins(disk_path(running.data_dir))]
 

@@ -7,7 +7,6 @@ and opens it once more, because LMDB answers some damage with a signal.
 import random
 import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -15,12 +14,10 @@ from tests.children import in_child
 from tests.patience import until
 from tests.support.faulty_storage import chain, fetched, put, take
 from tiers.blocks.frames import FrameArena
-from tiers.blocks.keys import BlockId
 from tiers.blocks.layout import BlockLayout
 from tiers.disk.directory import read_meta, write_meta
 from tiers.disk.inspection.verify import verify_all
 from tiers.disk.open import open_disk
-from tiers.disk.tier import DiskTier
 
 LAYOUT = BlockLayout.uniform(1, 16, 2, 16, "float32")
 CAPACITY = 2 << 20
@@ -31,20 +28,20 @@ CHAINS = range(60)
 FRESH = range(1000, 1004)
 
 
-def blocks(seed: int) -> list[BlockId]:
+def blocks(seed):
     return chain(8, block_size=LAYOUT.block_size, seed=seed)
 
 
-def store(tier: DiskTier, seed: int) -> None:
+def store(tier, seed):
     put(tier, blocks(seed), FRAMES)
 
 
-def num_served(tier: DiskTier, seed: int) -> int:
+def num_served(tier, seed):
     """Blocks of a chain that are served; one with wrong bytes ends the child."""
     return fetched(tier, blocks(seed), FRAMES).num_blocks
 
 
-def filled(root: Path) -> Path:
+def filled(root):
     """A folder that has been written, read, evicted from and reopened; closed properly."""
     for _ in range(2):
         tier = open_disk(root, LAYOUT, CAPACITY)
@@ -56,11 +53,11 @@ def filled(root: Path) -> Path:
     return root
 
 
-def data_file(root: Path) -> Path:
+def data_file(root):
     return root / "shard-000" / "data.mdb"
 
 
-def damage(root: Path, seed: int) -> str:
+def damage(root, seed):
     """Damage a page or two of the shard, mostly of its structure; says what was done."""
     rng = random.Random(seed)
     path = data_file(root)
@@ -111,7 +108,7 @@ def damage(root: Path, seed: int) -> str:
     return ", ".join(done)
 
 
-def live(root: Path) -> None:
+def live(root):
     """Open, read, write and reopen a damaged folder; raises where the tier does not serve."""
     for life in range(2):
         tier = open_disk(root, LAYOUT, CAPACITY)
@@ -133,7 +130,7 @@ def live(root: Path) -> None:
         tier.close()
 
 
-def trial(template: Path, root: Path, seed: int) -> str | None:
+def trial(template, root, seed):
     """What went wrong with one damaged copy; None where nothing did."""
     shutil.copytree(template, root)
     done = damage(root, seed)
@@ -143,7 +140,7 @@ def trial(template: Path, root: Path, seed: int) -> str | None:
 
 
 @pytest.fixture(scope="module")
-def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def template(tmp_path_factory):
     return filled(tmp_path_factory.mktemp("template") / "disk")
 
 
@@ -160,7 +157,7 @@ def test_three_hundred_damages(template, tmp_path):
     assert not [why for why in failed if why]
 
 
-def write_until_cut(root: Path, seed: int) -> None:
+def write_until_cut(root, seed):
     """Write on after a flush, and leave both states of the file: what surely stands, and what the
     system may have written of it when the power goes."""
     rng, path = random.Random(seed), data_file(root)
@@ -176,7 +173,7 @@ def write_until_cut(root: Path, seed: int) -> None:
     shutil.copy(path, root / "written")
 
 
-def cut_power(root: Path, seed: int) -> None:
+def cut_power(root, seed):
     """Each page written since the flush has reached the disk, or has not."""
     rng = random.Random(seed)
     old, new = (root / "flushed").read_bytes(), (root / "written").read_bytes()
@@ -191,7 +188,7 @@ def cut_power(root: Path, seed: int) -> None:
     write_meta(root, replace(meta, clean=False))
 
 
-def serve_while_checked(root: Path) -> None:
+def serve_while_checked(root):
     """The shard cannot be walked before it is served: what is served meanwhile is right, and then
     it takes new blocks."""
     tier = open_disk(root, LAYOUT, CAPACITY, check_s=0)

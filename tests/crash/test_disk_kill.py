@@ -11,8 +11,6 @@ import subprocess
 import sys
 import threading
 from contextlib import closing
-from multiprocessing.connection import Connection
-from pathlib import Path
 
 import pytest
 
@@ -21,11 +19,8 @@ from billing.store.opening import open_store
 from tests.children import FORKS, in_child, start_child
 from tests.support.faulty_storage import LAYOUT, KillingStorage, chain, fetched, put, take
 from tiers.blocks.frames import FrameArena
-from tiers.blocks.keys import BlockId
 from tiers.disk.directory import DirectoryLock, Meta, is_locked, read_meta, write_meta
 from tiers.disk.open import open_disk
-from tiers.disk.storage import Storage
-from tiers.disk.tier import DiskTier
 from tiers.errors import ConfigurationError, DirectoryLocked, MissReason
 
 CAPACITY = 1 << 20
@@ -33,20 +28,20 @@ POINTS = ["begin_write", "delete", "put", "view", "commit", "committed", "sync"]
 FRAMES = take(FrameArena(LAYOUT, 9), 9)
 
 
-def opened(root: Path, storage: Storage | None = None) -> DiskTier:
+def opened(root, storage=None):
     # However long a check takes: until its end a shard is only read.
     return open_disk(root, LAYOUT, CAPACITY, storage=storage, check_s=math.inf)
 
 
-def blocks(seed: int) -> list[BlockId]:
+def blocks(seed):
     return chain(8, block_size=LAYOUT.block_size, seed=seed)
 
 
-def store(tier: DiskTier, seed: int) -> None:
+def store(tier, seed):
     put(tier, blocks(seed), FRAMES)
 
 
-def write_until_killed(root: Path, point: str, number: int) -> None:
+def write_until_killed(root, point, number):
     """Write to die at the `number`th `point`; tell in a file what was stored."""
     tier = opened(root, KillingStorage(point, number))
     for seed in range(20):
@@ -57,20 +52,20 @@ def write_until_killed(root: Path, point: str, number: int) -> None:
     tier.close()
 
 
-def write_one_life(root: Path, life: int) -> None:
+def write_one_life(root, life):
     tier = opened(root, KillingStorage("commit", 5 + life))
     for seed in range(life * 3, life * 3 + 20):
         store(tier, seed)
 
 
-def hold_the_folder(root: Path, parent: Connection) -> None:
+def hold_the_folder(root, parent):
     tier = opened(root)
     store(tier, 0)
     parent.send("stored")
     parent.recv()
 
 
-def num_served(tier: DiskTier, seed: int) -> int:
+def num_served(tier, seed):
     """Blocks of a chain that are served, each checked."""
     loaded = fetched(tier, blocks(seed), FRAMES)
     assert loaded.reason in (None, MissReason.ABSENT), f"a crash corrupted a block: {loaded}"
@@ -146,7 +141,7 @@ def test_a_look_at_the_lock_does_not_refuse_a_start(tmp_path, monkeypatch):
 
 
 def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch):
-    def flock(file: object, how: int) -> None:
+    def flock(file, how):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr("fcntl.flock", flock)
@@ -158,7 +153,7 @@ def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch):
     store.close()
 
 
-def after_power_cut(root: Path) -> None:
+def after_power_cut(root):
     """Make the folder look as one that was open when its machine lost power."""
     meta = read_meta(root)
     write_meta(root, Meta(1, meta.num_shards, meta.map_bytes, num_blocks=8))

@@ -4,7 +4,6 @@ import fcntl
 import os
 import signal
 import struct
-from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import httpx
@@ -26,12 +25,12 @@ CACHE = {"model": "tiny", "prompt": "a long beginning " * 20, "ttl": 600}
 
 
 @pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
+def disk(tmp_path):
     with mounted(tmp_path, "ext4", 400 << 20, "errors=remount-ro") as folder:
         yield folder
 
 
-def turn_read_only(disk: Path) -> None:
+def turn_read_only(disk):
     """As the kernel does when it finds a damaged block."""
     device = next(
         line.split()[0]
@@ -41,7 +40,7 @@ def turn_read_only(disk: Path) -> None:
     Path(f"/sys/fs/ext4/{Path(device).name}/trigger_fs_error").write_text("1")
 
 
-def return_errors(disk: Path) -> None:
+def return_errors(disk):
     """Every later read and write fails with EIO."""
     handle = os.open(disk, os.O_RDONLY)
     try:
@@ -50,7 +49,7 @@ def return_errors(disk: Path) -> None:
         os.close(handle)
 
 
-def test_a_lost_device_is_not_a_damaged_ledger(disk: Path) -> None:
+def test_a_lost_device_is_not_a_damaged_ledger(disk):
     """SQLite says of both that the file is malformed. Who restores a copy loses newer charges."""
     path = disk / "ledger.sqlite3"
     with running_ledger(f"sqlite:///{path}") as house:
@@ -67,9 +66,7 @@ def test_a_lost_device_is_not_a_damaged_ledger(disk: Path) -> None:
 
 
 @pytest.mark.parametrize("fail", [turn_read_only, return_errors])
-def test_a_failed_disk_is_said_and_left_without_a_traceback(
-    tmp_path: Path, disk: Path, fail: Callable[[Path], None]
-) -> None:
+def test_a_failed_disk_is_said_and_left_without_a_traceback(tmp_path, disk, fail):
     save_tiny_model(tmp_path / "tiny")
     server = LiveServer(tmp_path, tmp_path / "tiny")
     server.data_dir = disk / "data"
@@ -98,7 +95,7 @@ def test_a_failed_disk_is_said_and_left_without_a_traceback(
     assert "Traceback" not in server.log
 
 
-def complete(server: LiveServer, headers: Mapping[str, str]) -> int:
+def complete(server, headers):
     body = {"model": "tiny", "prompt": os.urandom(40).hex(), "max_tokens": 4}
     answer = httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=60)
     return answer.status_code

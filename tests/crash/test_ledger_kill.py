@@ -14,8 +14,6 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
-from multiprocessing.context import ForkServerProcess
-from pathlib import Path
 
 import pytest
 
@@ -23,7 +21,7 @@ from billing.accounts import Accounts
 from billing.budgets import Of, set_budget
 from billing.errors import InsufficientBalance, SpendLimitReached
 from billing.gate.commands import Adjust, Deposit
-from billing.gate.entries import Entry, Kind
+from billing.gate.entries import Kind
 from billing.gate.holds import RequestContext
 from billing.gate.limits import SpendLimit
 from billing.gate.outcomes import PRESUMED, Outcome
@@ -43,7 +41,7 @@ OF_USER = 200 * COST + 3  # of each user: three of them reach the tenant's limit
 KILLS = int(os.environ.get("LEDGER_KILLS", "6"))  # 50 by hand
 
 
-def spend(url: str, owner: str, run: int, users: int, answers: Path) -> None:
+def spend(url, owner, run, users, answers):
     """A server's clients, and its cashier if there are users. Each answer is a line of the file."""
     with closing(open_store(url)) as store, answers.open("a", buffering=1) as answered:
         accounts = Accounts(store)
@@ -51,11 +49,11 @@ def spend(url: str, owner: str, run: int, users: int, answers: Path) -> None:
         ledger.start()
         lock, over = threading.Lock(), threading.Event()
 
-        def say(name: str) -> None:
+        def say(name):
             with lock:
                 answered.write(f"{name}\n")
 
-        def client(number: int) -> None:
+        def client(number):
             context = RequestContext(user=f"u{number % users}" if users else "")
             pinned = ledger.book.at("model", time.time_ns(), "CNY")
             for turn in itertools.count():
@@ -72,7 +70,7 @@ def spend(url: str, owner: str, run: int, users: int, answers: Path) -> None:
                 ledger.settle(hold, Usage(miss=9), Outcome.FINISHED).result()
                 say(name)
 
-        def cashier() -> None:
+        def cashier():
             for turn in itertools.count():
                 if over.is_set():
                     return
@@ -97,21 +95,21 @@ def spend(url: str, owner: str, run: int, users: int, answers: Path) -> None:
 CASH = {Kind.TOPUP: 1000, Kind.WITHDRAWAL: 300, Kind.CHARGEBACK: 20}
 
 
-def passes(refused: InsufficientBalance | SpendLimitReached, accounts: Accounts) -> bool:
+def passes(refused, accounts):
     """Whether a request that was refused may fit once those that run have ended."""
     if isinstance(refused, SpendLimitReached):
         return refused.passes
     return accounts.tenant("acme").held > 0
 
 
-def told(server: ForkServerProcess, answers: Path) -> set[str]:
+def told(server, answers):
     """The answered requests; a line cut by the server's death does not count."""
     server.join(300)
     text = answers.read_text()
     return set(text[: text.rfind("\n") + 1].split())
 
 
-def prepare(url: str, users: int) -> None:
+def prepare(url, users):
     with running_ledger(url) as house:
         house.fund(UNITS if users else BOUND)
         for name, of, value, amount in (
@@ -123,13 +121,13 @@ def prepare(url: str, users: int) -> None:
                 set_budget(house.accounts, budget, by="test", now_ns=time.time_ns(), reason="test")
 
 
-def spend_with_kills(url: str, users: int, dice: random.Random, folder: Path) -> set[str]:
+def spend_with_kills(url, users, dice, folder):
     """Both servers run until the bound ends them; until then one is killed again and again."""
 
-    def started(owner: str, run: int, answers: str) -> tuple[ForkServerProcess, Path]:
+    def started(owner, run, answers):
         return start_child(spend, url, owner, run, users, folder / answers), folder / answers
 
-    answered: set[str] = set()
+    answered = set()
     steady = started("s0", 0, "steady")
     for run in range(KILLS):
         dying, answers = started("s1", run, str(run))
@@ -144,7 +142,7 @@ def spend_with_kills(url: str, users: int, dice: random.Random, folder: Path) ->
     return answered
 
 
-def check_charges(entries: list[Entry], answered: set[str]) -> int:
+def check_charges(entries, answered):
     """Every answer was paid once and exactly, and what was cut by a kill was presumed. The sum."""
     charges = [entry for entry in entries if entry.kind is Kind.CHARGE]
     assert {1} == set(Counter(entry.request_id for entry in charges).values())
@@ -160,9 +158,7 @@ def check_charges(entries: list[Entry], answered: set[str]) -> int:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("users", [0, 1, USERS], ids=["a balance", "a user's", "the tenant's"])
-def test_what_may_be_spent_is_spent_to_its_last_request_and_never_passed(
-    url: str, users: int, tmp_path: Path
-) -> None:
+def test_what_may_be_spent_is_spent_to_its_last_request_and_never_passed(url, users, tmp_path):
     """A balance; or a limit far below it, where one user reaches its own first, three together
     that of the tenant."""
     prepare(url, users)

@@ -8,7 +8,6 @@ import os
 import random
 import shutil
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 
@@ -31,13 +30,12 @@ from tiers.disk.inspection.verify import verify_all
 from tiers.disk.open import open_disk
 from tiers.disk.recovery.page import Torn
 from tiers.disk.recovery.pages import PageFile, Walked
-from tiers.disk.tier import DiskTier
 from tiers.errors import MissReason
 
 HOW = ("random", "copy", "index over index", "zero", "flip", "metas random", "metas zero", "cut")
 
 
-def harm(path: Path, rng: random.Random, how: str = "") -> str:
+def harm(path, rng, how=""):
     """Damages the file in place, as a device, another program or an operator would."""
     data = path.read_bytes()
     num_pages = len(data) // PAGE
@@ -66,7 +64,7 @@ def harm(path: Path, rng: random.Random, how: str = "") -> str:
     return how
 
 
-def in_use(path: Path) -> list[int]:
+def in_use(path):
     """The branch and leaf pages of the last commit, those of its free list among them."""
     walked = Walked()
     with path.open("rb") as file:
@@ -79,7 +77,7 @@ def in_use(path: Path) -> list[int]:
     return walked.branch + walked.leaf
 
 
-def live_on(root: Path, seed: int) -> None:
+def live_on(root, seed):
     rng = random.Random(seed)
     tier = open_disk(root, LAYOUT, CAPACITY)
     for _ in range(3):
@@ -95,7 +93,7 @@ def live_on(root: Path, seed: int) -> None:
     tier.close()
 
 
-def use(tier: DiskTier, rng: random.Random) -> None:
+def use(tier, rng):
     seed = rng.choice(CHAINS)
     act = rng.choice(["read", "read", "write", "write", "new", "discard", "flush", "stats"])
     if act == "read":
@@ -110,14 +108,14 @@ def use(tier: DiskTier, rng: random.Random) -> None:
         tier.stats()
 
 
-def until_ready(tier: DiskTier) -> None:
+def until_ready(tier):
     """The first write after the damage finds it, and a check may run in another process."""
     for seed in range(4):
         store(tier, 10_000 + seed)
     until(lambda: tier.flush() or tier.stats().shards[0].ready)
 
 
-def trial(template: Path, root: Path, seed: int) -> int:
+def trial(template, root, seed):
     shutil.copytree(template, root)
     status = in_child(live_on, root, seed)
     shutil.rmtree(root)
@@ -125,7 +123,7 @@ def trial(template: Path, root: Path, seed: int) -> int:
 
 
 @pytest.fixture(scope="module")
-def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def template(tmp_path_factory):
     return filled(tmp_path_factory.mktemp("template") / "disk")
 
 

@@ -1,11 +1,7 @@
 """A node, or a client of it, is killed at any moment: what is served afterwards is whole."""
 
 import time
-from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerProcess
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,9 +9,7 @@ import torch
 from tests.children import FORKS, start_child
 from tests.unit.test_disk_faults import flip
 from tests.unit.test_node_socket import LAYOUT, joined, prompt, write
-from tiers.blocks.keys import PrefixKey
 from tiers.disk.open import open_disk
-from tiers.disk.tier import DiskTier
 from tiers.errors import NodeGone
 from tiers.node.client import NodeClient
 from tiers.node.node import NodeServer
@@ -23,7 +17,7 @@ from tiers.node.settings import NodeSettings
 from tiers.tier import TierName
 
 
-def run_node(socket: Path, disk: Path, parent: Connection) -> None:
+def run_node(socket, disk, parent):
     sizes = {"host_bytes": 1 << 20, "disk_bytes": 64 << 20}
     node = NodeServer(NodeSettings(socket=socket, disk_dir=disk, **sizes))
     node.open()
@@ -31,7 +25,7 @@ def run_node(socket: Path, disk: Path, parent: Connection) -> None:
     node.run()
 
 
-def write_on(socket: Path, parent: Connection) -> None:
+def write_on(socket, parent):
     client = NodeClient(socket, LAYOUT)
     client.connect()
     for number in range(10**6):
@@ -46,7 +40,7 @@ def write_on(socket: Path, parent: Connection) -> None:
 
 
 @contextmanager
-def child(work: Callable[..., None], *arguments: Path) -> Iterator[ForkServerProcess]:
+def child(work, *arguments):
     """A process that does `work`, once it has said so. Killed at the end."""
     here, there = FORKS.Pipe()
     process = start_child(work, *arguments, there)
@@ -60,7 +54,7 @@ def child(work: Callable[..., None], *arguments: Path) -> Iterator[ForkServerPro
         here.close()
 
 
-def record_offset(tier: DiskTier, key: PrefixKey) -> tuple[str, int]:
+def record_offset(tier, key):
     """The shard that holds a block's record, and where in its file."""
     for slot in tier._slots:
         with slot.use() as shard:
@@ -69,7 +63,7 @@ def record_offset(tier: DiskTier, key: PrefixKey) -> tuple[str, int]:
     raise AssertionError("the block is not on disk")
 
 
-def check_blocks(client: NodeClient) -> int:
+def check_blocks(client):
     """Every block that is served is whole; how many there are."""
     served = 0
     for number in range(50):

@@ -6,7 +6,6 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 
 import psycopg
@@ -23,7 +22,7 @@ from billing.store.opening import open_store
 from billing.usage import Usage
 from tests.patience import until
 from tests.postgres_server import fresh_database, postgres_server
-from tests.support.billing import TestLedger, running_ledger
+from tests.support.billing import running_ledger
 
 pytestmark = pytest.mark.postgres
 
@@ -32,31 +31,31 @@ COST = 7_000_000
 
 
 @pytest.fixture(scope="module")
-def postgres() -> Iterator[str]:
+def postgres():
     with postgres_server() as url:
         yield url
 
 
 @pytest.fixture
-def url(postgres: str) -> Iterator[str]:
+def url(postgres):
     with fresh_database(postgres) as database:
         yield database
 
 
 @pytest.fixture
-def house(url: str) -> Iterator[TestLedger]:
+def house(url):
     with running_ledger(url) as house:
         house.fund(10**6 * UNITS)
         yield house
 
 
-def ask(house: TestLedger, name: str) -> None:
+def ask(house, name):
     hold = house.reserve(name, 10**7)
     house.ledger.top_up(hold, 1, usage=Usage(miss=3, output=1)).result()
     house.settle(hold, USED)
 
 
-def prove(house: TestLedger, answered: list[str]) -> None:
+def prove(house, answered):
     """Every answered request was charged once, and no other but those that were left behind."""
     for _ in range(5):  # what broke off before it could be settled
         house.ledger._leases.clear()
@@ -72,13 +71,11 @@ def prove(house: TestLedger, answered: list[str]) -> None:
     assert {paid[name] for name in answered} == {COST}
 
 
-def test_a_commit_whose_answer_is_lost_is_not_done_twice(
-    house: TestLedger, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_commit_whose_answer_is_lost_is_not_done_twice(house, monkeypatch, caplog):
     """The connection ends between the commit and the word of it, each third time."""
     commit, calls = psycopg.Connection.commit, iter(range(10**9))
 
-    def commit_and_break(connection: "psycopg.Connection[object]") -> None:
+    def commit_and_break(connection):
         commit(connection)
         if threading.current_thread().name.startswith("ledger-") and next(calls) % 3 == 0:
             connection.close()
@@ -97,13 +94,11 @@ def test_a_commit_whose_answer_is_lost_is_not_done_twice(
     prove(house, answered)
 
 
-def test_connections_ended_at_random_cost_no_tenant_anything(
-    house: TestLedger, postgres: str
-) -> None:
-    answered: list[str] = []
+def test_connections_ended_at_random_cost_no_tenant_anything(house, postgres):
+    answered = []
     over = threading.Event()
 
-    def client(number: int) -> None:
+    def client(number):
         turn = 0
         while not over.is_set():
             turn += 1
@@ -134,9 +129,7 @@ END_ALL = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname 
 HOLDER = f"SELECT min(pid) FROM pg_locks WHERE locktype = 'advisory' AND classid = {CLAIMS}"
 
 
-def test_a_server_takes_its_name_again_after_the_database_restarted(
-    house: TestLedger, url: str, postgres: str
-) -> None:
+def test_a_server_takes_its_name_again_after_the_database_restarted(house, url, postgres):
     """A second one of its name would settle its running requests, for nothing."""
     house.ledger.store.claim("server", wait_s=0)
     hold = house.reserve("r1", 10**7)
@@ -149,7 +142,7 @@ def test_a_server_takes_its_name_again_after_the_database_restarted(
     assert not house.settle(hold, USED).repeated
 
 
-def test_a_server_waits_for_its_database_to_take_its_name_again(url: str, postgres: str) -> None:
+def test_a_server_waits_for_its_database_to_take_its_name_again(url, postgres):
     name = url.rpartition("/")[2]
     with closing(open_store(url)) as first, closing(open_store(url)) as second:
         first.claim("server", wait_s=0)
@@ -166,7 +159,7 @@ def test_a_server_waits_for_its_database_to_take_its_name_again(url: str, postgr
             second.claim("server", wait_s=0)
 
 
-def test_a_server_whose_name_was_taken_meanwhile_writes_no_more(url: str, postgres: str) -> None:
+def test_a_server_whose_name_was_taken_meanwhile_writes_no_more(url, postgres):
     with closing(open_store(url)) as first, closing(open_store(url)) as second:
         first.claim("server", wait_s=0)
         with administrator(postgres) as ask_postgres:
@@ -181,13 +174,13 @@ def test_a_server_whose_name_was_taken_meanwhile_writes_no_more(url: str, postgr
 
 
 @contextmanager
-def administrator(postgres: str) -> Iterator[Callable[[str], int]]:
+def administrator(postgres):
     """Asks PostgreSQL itself: a statement, and the number it gives."""
     engine = create_engine(postgres, isolation_level="AUTOCOMMIT")
     try:
         with engine.connect() as connection:
 
-            def ask_postgres(statement: str) -> int:
+            def ask_postgres(statement):
                 found = connection.execute(text(statement))
                 return int(found.scalar() or 0) if found.returns_rows else 0
 

@@ -12,13 +12,11 @@ import sqlite3
 import threading
 from pathlib import Path
 
-import pytest
-
 from billing.gate.entries import Kind
 from billing.gate.outcomes import Outcome
 from billing.money import UNITS
 from billing.usage import Usage
-from tests.support.billing import TestLedger, booked, running_ledger
+from tests.support.billing import booked, running_ledger
 
 CUTS = 9
 SECTOR = 512
@@ -30,14 +28,14 @@ USED = Usage(miss=3, output=2)
 class Disk:
     """The ledger's two files as they are, and as they surely outlive a cut."""
 
-    def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, path, monkeypatch):
         self._database, self._log = path, Path(f"{path}-wal")
         self.lock = threading.Lock()
         self.synced = (b"", b"")
         self.sync_all()
         sync = os.fdatasync
 
-        def fdatasync(handle: int) -> None:
+        def fdatasync(handle):
             log = self._log.read_bytes()
             sync(handle)
             with self.lock:
@@ -45,15 +43,15 @@ class Disk:
 
         monkeypatch.setattr(os, "fdatasync", fdatasync)
 
-    def sync_log(self) -> None:
+    def sync_log(self):
         with self.lock:
             self.synced = (self.synced[0], self._log.read_bytes())
 
-    def sync_all(self) -> None:
+    def sync_all(self):
         with self.lock:
             self.synced = (self._database.read_bytes(), self._log.read_bytes())
 
-    def cut(self, into: Path, dice: random.Random) -> Path:
+    def cut(self, into, dice):
         """What a machine finds that starts again now. Nobody else writes the log meanwhile."""
         database, log = self.synced
         now = self._log.read_bytes()
@@ -66,7 +64,7 @@ class Disk:
         return found
 
 
-def torn_between(old: bytes, new: bytes, unit: int, dice: random.Random) -> bytearray:
+def torn_between(old, new, unit, dice):
     """Each unit as it was or as it is."""
     mixed = bytearray(new)
     share = dice.random()
@@ -80,23 +78,23 @@ def torn_between(old: bytes, new: bytes, unit: int, dice: random.Random) -> byte
 class Clients:
     """Four threads that ask, and what they were told."""
 
-    def __init__(self, house: TestLedger) -> None:
+    def __init__(self, house):
         self._house = house
         self._over = threading.Event()
-        self.told: list[str] = []
+        self.told = []
         self._threads = [threading.Thread(target=self._ask, args=(n,)) for n in range(4)]
 
-    def __enter__(self) -> "Clients":
+    def __enter__(self):
         for thread in self._threads:
             thread.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         self._over.set()
         for thread in self._threads:
             thread.join()
 
-    def _ask(self, number: int) -> None:
+    def _ask(self, number):
         turn = 0
         while not self._over.is_set():
             turn += 1
@@ -107,7 +105,7 @@ class Clients:
             self.told.append(name)
 
 
-def prove(found: Path, told: list[str]) -> None:
+def prove(found, told):
     """The database is whole, its books are right, and every answer that was told is paid."""
     with sqlite3.connect(found) as plain:
         assert [("ok",)] == plain.execute("PRAGMA integrity_check").fetchall()
@@ -119,9 +117,7 @@ def prove(found: Path, told: list[str]) -> None:
     shutil.rmtree(found.parent)
 
 
-def test_acknowledged_entries_survive_a_power_failure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_acknowledged_entries_survive_a_power_failure(tmp_path, monkeypatch):
     seed = random.randrange(10**6)
     print(f"seed {seed}")
     dice = random.Random(seed)
@@ -149,7 +145,7 @@ def test_acknowledged_entries_survive_a_power_failure(
         assert len(clients.told) > 20
 
 
-def copy_log(house: TestLedger, disk: Disk) -> None:
+def copy_log(house, disk):
     house.ledger.store._commands_since_checkpoint = 10**6
     house.ledger.store.checkpoint()
     with house.ledger.store._lane:

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from decimal import Decimal
-from pathlib import Path
 
 import httpx
 import pytest
@@ -23,9 +22,7 @@ from billing.gate.outcomes import PRESUMED, Outcome
 from billing.ledger import Ledger
 from billing.money import UNITS
 from billing.proof import audit
-from billing.proof.result import Problem
 from billing.store import reports as store_reports
-from billing.store.store import LedgerStore
 from tests.live_clients import Answer, Incomplete, ask, question
 from tests.live_server import ForkedServer
 from tests.support.models import save_tiny_model
@@ -53,7 +50,7 @@ class Load:
     lost: int = 0
     paid: list[Entry] = field(default_factory=list)  # by the cashier
 
-    async def ask_until_answered(self, client: httpx.AsyncClient, number: int) -> None:
+    async def ask_until_answered(self, client, number):
         for turn in itertools.count():
             key, body = f"{number}-{turn}", question(self.dice)
             headers = {**self.keyed_headers, "Idempotency-Key": key}
@@ -71,7 +68,7 @@ class Load:
             if self.stopping:
                 return
 
-    async def ask_once_each(self, client: httpx.AsyncClient) -> None:
+    async def ask_once_each(self, client):
         while not self.stopping:
             await self.up.wait()
             try:
@@ -81,7 +78,7 @@ class Load:
                 self.lost += 1
                 await asyncio.sleep(0.05)
 
-    async def pay(self) -> None:
+    async def pay(self):
         """As the command line does it: on a ledger of its own, whether the server lives or not."""
         store = self.server.store()
         ledger = Ledger(store, Accounts(store), owner="cashier")
@@ -95,7 +92,7 @@ class Load:
             ledger.close()
             store.close()
 
-    async def run(self, kills: int) -> None:
+    async def run(self, kills):
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(timeout=60, limits=limits) as client, asyncio.TaskGroup() as g:
             for number in range(CLIENTS):
@@ -115,9 +112,9 @@ class Load:
         await asyncio.to_thread(self.server.stop)
 
 
-def pay_once(ledger: Ledger, turn: int) -> list[Entry]:
+def pay_once(ledger, turn):
     by = {"by": "cashier", "reason": "test"}
-    payments: tuple[Deposit | Adjust, ...] = (
+    payments = (
         Deposit("plain", Kind.TOPUP, f"in-{turn}", 1000, **by),
         Deposit("plain", Kind.WITHDRAWAL, f"out-{turn}", 300, **by),
         Adjust("plain", f"in-{turn}", f"right-{turn}", 900, **by),
@@ -125,13 +122,13 @@ def pay_once(ledger: Ledger, turn: int) -> list[Entry]:
     return [ledger.post(payment).result() for payment in payments]
 
 
-def prove(server: ForkedServer) -> list[Problem]:
+def prove(server):
     with closing(server.store()) as store:
         return audit.verify(store).problems
 
 
 @pytest.mark.parametrize("kills", [3, pytest.param(50, marks=pytest.mark.slow)])
-def test_after_kill_9_under_load_every_answer_was_paid_once(tmp_path: Path, kills: int) -> None:
+def test_after_kill_9_under_load_every_answer_was_paid_once(tmp_path, kills):
     seed = random.randrange(10**6)
     print(f"seed {seed}")
     save_tiny_model(tmp_path / "tiny")
@@ -150,7 +147,7 @@ def test_after_kill_9_under_load_every_answer_was_paid_once(tmp_path: Path, kill
     assert len(load.paid) > kills
 
 
-def check(store: LedgerStore, load: Load) -> None:
+def check(store, load):
     with store.reading() as connection:
         assert store_reports.hold_list(connection) == []
         keyed = list(store_reports.stream_entries(connection, "keyed"))
@@ -171,9 +168,9 @@ def check(store: LedgerStore, load: Load) -> None:
         assert by_request[name].details["outcome"] in (*PRESUMED, *SETTLED)
 
 
-def units(entry: Entry) -> Decimal:
+def units(entry):
     return Decimal(-entry.amount) / UNITS
 
 
-def spent(entries: list[Entry]) -> Decimal:
+def spent(entries):
     return sum((units(entry) for entry in entries if entry.kind is not Kind.TOPUP), Decimal())

@@ -3,9 +3,6 @@
 import random
 import shutil
 from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -25,36 +22,36 @@ BLOCKS = RESERVE // 8  # of a file system in use, what else it has
 class SmallDisk(ForkedServer):
     """A server on that disk, with a disk tier of 8 GiB."""
 
-    def command(self) -> list[Any]:
+    def command(self):
         sizes = ("--device-cache", "16MiB", "--host-cache", "32MiB", "--disk-cache", "8GiB")
         command = [*super().command(), *sizes]
         command[command.index("--block-size") + 1] = "32"
         return command
 
-    def ask(self, seed: int) -> int:
+    def ask(self, seed):
         """The status of the answer to a prompt of its own, 11 MB of KV."""
         dice = random.Random(seed)
         prompt = "".join(dice.choices("abcdefgh ", k=350))
         body = {"model": "wide", "prompt": prompt, "max_tokens": 2}
         return httpx.post(f"{self.url}/v1/completions", json=body, timeout=60).status_code
 
-    def answers(self, count: int, first: int) -> Counter[int]:
+    def answers(self, count, first):
         found = Counter(self.ask(first + number) for number in range(count))
         assert "Traceback" not in self.log
         return found
 
-    def files(self) -> int:
+    def files(self):
         found = self.data_dir.glob("disk/shard-*/data.mdb")
         return sum(file.stat().st_blocks * 512 for file in found)
 
 
 @pytest.fixture(params=["ext4", "tmpfs"])
-def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+def disk(request, tmp_path):
     with mounted(tmp_path, request.param, SIZE) as folder:
         yield folder
 
 
-def fill(path: Path) -> None:
+def fill(path):
     """Takes all that is left, to the last byte."""
     with path.open("ab", buffering=0) as file:
         for nbytes in (1 << 20, 4096, 1024):
@@ -65,11 +62,11 @@ def fill(path: Path) -> None:
                 continue
 
 
-def free(disk: Path) -> int:
+def free(disk):
     return shutil.disk_usage(disk).free
 
 
-def test_a_cache_never_takes_the_paid_api_down(tmp_path: Path, disk: Path) -> None:
+def test_a_cache_never_takes_the_paid_api_down(tmp_path, disk):
     save_tiny_model(tmp_path / "wide", **LARGE_KV)
     server = SmallDisk(tmp_path, tmp_path / "wide")
     server.data_dir = disk / "data"

@@ -10,7 +10,7 @@ With `--operators` compiled operators, which the folder keeps, are compared with
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -50,14 +50,14 @@ class Shape:
     shared: bool = False
 
     @property
-    def layers(self) -> tuple[LayerLayout, ...]:
+    def layers(self):
         return (
             LayerLayout(
                 self.kv_heads, self.dim, self.value_dim, shared=self.shared, window=self.window
             ),
         )
 
-    def options(self) -> AttentionOptions:
+    def options(self):
         sinks = torch.linspace(-1, 4, self.kv_heads * self.groups) if self.sinks else None
         return AttentionOptions(self.dim**-0.5, self.window, self.softcap, sinks)
 
@@ -80,13 +80,7 @@ EVERY = FEW + tuple(
 )
 
 
-def differing(
-    shape: Shape,
-    lengths: Sequence[int] = LENGTHS,
-    dtype: torch.dtype = torch.float32,
-    threads: Sequence[int] = (),
-    fused: bool = False,
-) -> Iterator[str]:
+def differing(shape, lengths=LENGTHS, dtype=torch.float32, threads=(), fused=False):
     """The ways of cutting a prompt in which a row has other bits than in one chunk and with the
     first number of threads, by default as many as there are. If `fused`, those ways, but not that
     chunk, are computed by compiled operators."""
@@ -129,16 +123,14 @@ def differing_latents(dtype: torch.dtype, sizes: Sequence[tuple[int, int]]) -> I
             yield f"matrices of heads of {inputs} x {outputs}, {count} rows"
 
 
-def _differing_counts(
-    multiply: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor
-) -> Iterator[int]:
+def _differing_counts(multiply, rows):
     whole = multiply(rows)
     for count in (2, 3, 4, 7, 8, 16, 17, 20, 65, 130, 300):
         if not torch.equal(multiply(rows[5 : 5 + count]), whole[5 : 5 + count]):
             yield count
 
 
-def ways(length: int) -> dict[str, list[int]]:
+def ways(length):
     """Ways of cutting a prompt: the counts of tokens of its chunks. A prompt's cached beginning is
     a first chunk that an earlier step computed."""
     odd = [7, 1, 30, 2, 130, 1, 64, 17]
@@ -190,7 +182,7 @@ def computed(
     return torch.cat(outputs)
 
 
-def main() -> int:
+def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--few", action="store_true", help="three shapes, for a few seconds")

@@ -1,20 +1,15 @@
 """Real engines in a test's folder, closed with it."""
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
-
 import pytest
 
-from engine.models.load import LoadedModel
 from tests.support.house import House
 
 
 @pytest.fixture
-def open_house(tmp_path: Path) -> Iterator[Callable[..., House]]:
-    houses: list[House] = []
+def open_house(tmp_path):
+    houses = []
 
-    def build(loaded: LoadedModel, **settings: Any) -> House:
+    def build(loaded, **settings):
         houses.append(House(loaded, tmp_path, **settings))
         return houses[-1]
 

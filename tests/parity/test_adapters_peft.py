@@ -1,17 +1,15 @@
 """Adapters against peft's own model: the same tokens alone, mixed in one batch, and merged."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 
-from engine.attention.base import PagedAttention, ReferenceAttention
+from engine.attention.base import ReferenceAttention
 from engine.batch import Span
 from engine.execution.runner import ModelRunner
-from engine.models.load import LoadedModel, load_adapter
+from engine.models.load import load_adapter
 from engine.request import SamplingParams
 from tests.support.models import (
     ARCHITECTURES,
@@ -44,33 +42,29 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def prompt(length: int, seed: int = 0) -> NDArray[np.int32]:
+def prompt(length, seed=0):
     return np.random.default_rng(seed).integers(0, VOCAB_SIZE, length, dtype=np.int32)
 
 
-def peft_tokens(
-    architecture: str, folder: Path, tokens: NDArray[np.int32], *, merged: bool = False
-) -> list[int]:
+def peft_tokens(architecture, folder, tokens, *, merged=False):
     """Greedy tokens of peft's model over transformers' own, recomputed whole for every token."""
     from peft import PeftModel
 
     base = stock_model(architecture)
     base.set_attn_implementation("eager")
-    model: Any = PeftModel.from_pretrained(base, str(folder)).eval()
+    model = PeftModel.from_pretrained(base, str(folder)).eval()
     if merged:
         model = model.merge_and_unload()
     return greedy_tokens(model, tokens.tolist(), NEW_TOKENS)
 
 
-def run(
-    runner: ModelRunner, prompts: list[tuple[str | None, NDArray[np.int32]]], chunk: int = 1000
-) -> list[list[int]]:
+def run(runner, prompts, chunk=1000):
     """Greedy tokens of several prompts served together, each with its adapter."""
     adapters, tokens = zip(*prompts, strict=True)
     return generated(runner, tokens, NEW_TOKENS, chunk=chunk, adapters=adapters)
 
 
-def runner_of(loaded: LoadedModel, attention: type[PagedAttention] | None = None) -> ModelRunner:
+def runner_of(loaded, attention=None):
     pool = new_pool(loaded, 80)
     return ModelRunner(loaded, pool, attention(pool) if attention else None)
 
@@ -143,5 +137,5 @@ def test_a_replaced_or_removed_adapter_is_no_longer_served(tmp_path):
     loaded.adapters.remove("own")
     loaded.adapters.remove("twin")
     assert {} == dict(loaded.adapters.digests)
-    wrapped: Any = loaded.model.get_submodule("model.layers.0.self_attn.q_proj")
+    wrapped = loaded.model.get_submodule("model.layers.0.self_attn.q_proj")
     assert {} == wrapped.updates

@@ -10,13 +10,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 
 from engine.batch import Batch, Span
 from engine.execution.runner import ModelRunner
 from engine.models.arithmetic import arithmetic_of
 from engine.models.elementwise import Watch
-from engine.models.load import LoadedModel
 from engine.models.probe import PROBE_TOKENS, probe_logits
 from engine.promise import Equal
 from engine.request import SamplingParams
@@ -29,17 +27,17 @@ NUM_OUT = 8  # as many as a House generates
 
 
 @pytest.fixture(params=[each for each in ARCHITECTURES if each not in architectures.RECURRENT])
-def loaded(request: pytest.FixtureRequest) -> LoadedModel:
+def loaded(request):
     logging.getLogger("transformers").setLevel(logging.ERROR)  # of configs that are unusually small
     return architectures.served(request.param)
 
 
-def prompt(length: int, seed: int) -> list[int]:
+def prompt(length, seed):
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, VOCAB_SIZE, (length,), generator=generator).tolist()
 
 
-def stock_tokens(model_type: str, tokens: list[int]) -> list[int]:
+def stock_tokens(model_type, tokens):
     """transformers' own greedy tokens, with eager attention, computed whole for every token."""
     model = architectures.stock(model_type)
     model.set_attn_implementation("eager")
@@ -51,7 +49,7 @@ def test_tokens_are_those_of_transformers_cold_and_from_every_tier(loaded, tmp_p
     tokens = prompt(4 * BLOCK + 11, seed=1)
     expected = stock_tokens(loaded.name.removeprefix("tiny-"), tokens)
 
-    def side_by_side(house: House) -> None:
+    def side_by_side(house):
         """In chunks: a short one, one that shares a prefix, one of its own."""
         others = [tokens[:40], tokens[:50] + prompt(30, seed=2), prompt(90, seed=3)]
         together = house.ask([tokens, *others])
@@ -85,9 +83,7 @@ def test_where_bits_are_promised_chunks_and_rows_beside_move_none(loaded, num_th
     ]
 
 
-def kept(
-    loaded: LoadedModel, tokens: NDArray[np.int32], cuts: list[int], beside: int = 0
-) -> torch.Tensor:
+def kept(loaded, tokens, cuts, beside=0):
     """The KV of the prompt, computed in chunks of these sizes, each beside as many tokens of
     another."""
     pool = new_pool(loaded, 16, BLOCK).zero_()

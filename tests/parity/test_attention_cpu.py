@@ -10,7 +10,6 @@ import torch
 from engine.attention.base import (
     AttentionCall,
     AttentionOptions,
-    PagedAttention,
     ReferenceAttention,
 )
 from engine.attention.cpu import CpuAttention
@@ -29,21 +28,19 @@ OPTIONS = {
 }
 
 
-def new_pool(dtype: torch.dtype) -> torch.Tensor:
+def new_pool(dtype):
     generator = torch.Generator().manual_seed(1)
     shape = (40, LAYERS, 2, BLOCK, KV_HEADS, DIM)
     return torch.randn(shape, generator=generator).to(dtype)
 
 
-def span(sequence_id: int, start: int, count: int, first_block: int, **fields: bool) -> Span:
+def span(sequence_id, start, count, first_block, **fields):
     table = list(range(first_block, first_block + 20))
     tokens = np.zeros(count, np.int32)
     return Span(sequence_id, tokens, start, table, True, PARAMS, **fields)
 
 
-def run(
-    attention: PagedAttention, spans: list[Span], options: AttentionOptions, seed: int
-) -> torch.Tensor:
+def run(attention, spans, options, seed):
     """All layers of one step over seeded queries, keys and values; one row of padding."""
     generator = torch.Generator().manual_seed(seed)
     total = sum(len(span.tokens) for span in spans) + 1
@@ -187,7 +184,7 @@ def test_the_thread_that_makes_it_gets_no_team_of_threads():
     tasks, counts = Path("/proc/self/task"), []
     pool = new_pool(torch.float32)
 
-    def make() -> None:
+    def make():
         torch.set_num_threads(2)
         for _ in range(2):
             counts.append(len(list(tasks.iterdir())))

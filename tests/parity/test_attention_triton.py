@@ -4,8 +4,6 @@ Triton decides at its own import whether kernels are interpreted, so the tests b
 process that sets the variable first; here they are skipped and the child's verdict is asserted.
 """
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -15,7 +13,6 @@ from engine.attention.base import (
     TAIL_QUERIES,
     AttentionCall,
     AttentionOptions,
-    PagedAttention,
     ReferenceAttention,
     attend_dense,
 )
@@ -41,7 +38,7 @@ if INTERPRETED:
 
 
 @pytest.fixture(autouse=True)
-def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+def few_programs(monkeypatch):
     """The interpreter runs programs one after another, also those that find nothing to do."""
     monkeypatch.setattr(attention_pieces, "PROGRAMS", 2)
 
@@ -61,19 +58,11 @@ def test_the_kernel_under_the_interpreter():
     assert "27 passed" in run_in_child(__file__, loops=True)
 
 
-def span(sequence_id: int, start: int, count: int, table: list[int], **fields: bool) -> Span:
+def span(sequence_id, start, count, table, **fields):
     return Span(sequence_id, np.zeros(count, np.int32), start, table, True, PARAMS, **fields)
 
 
-def run(
-    attention: PagedAttention,
-    spans: list[Span],
-    heads: int,
-    dim: int,
-    options: AttentionOptions,
-    *,
-    rank: int | None = None,
-) -> torch.Tensor:
+def run(attention, spans, heads, dim, options, *, rank=None):
     """Of latents if they have a `rank`, `heads` in all."""
     generator = torch.Generator().manual_seed(5)
     total = sum(len(span.tokens) for span in spans) + 1  # one row of padding
@@ -91,9 +80,7 @@ def run(
     return torch.cat(outputs)
 
 
-def options_of(
-    scaling: float, window: int | None, scores: str | None, heads: int
-) -> AttentionOptions:
+def options_of(scaling, window, scores, heads):
     return AttentionOptions(
         scaling,
         window=window,
@@ -192,7 +179,7 @@ def test_long_spans_with_caps_or_sinks_compute_few_scores_at_once(scores, window
     monkeypatch.setattr(paged, "_TILE_SCORES", limit)
     sizes = []
 
-    def noted(query: torch.Tensor, key: torch.Tensor, *others: Any) -> torch.Tensor:
+    def noted(query, key, *others):
         sizes.append(query.shape[0] * query.shape[1] * key.shape[0])
         return attend_dense(query, key, *others)
 
@@ -217,7 +204,7 @@ def test_models_of_latents_states_or_unlike_layers_decode_by_graphs_as_by_launch
     launched = set()
     attend_paged = paged.attend_paged
 
-    def counted(query: torch.Tensor, *others: Any, rank: int | None) -> torch.Tensor:
+    def counted(query, *others, rank):
         launched.add(query.shape[1])
         return attend_paged(query, *others, rank=rank)
 
@@ -329,7 +316,7 @@ def test_the_warm_up_launches_the_kernel_in_both_of_its_forms(monkeypatch):
     launched = set()
     attend_paged = paged.attend_paged
 
-    def counted(query: torch.Tensor, *others: Any, **fields: Any) -> torch.Tensor:
+    def counted(query, *others, **fields):
         launched.add(query.shape[1])
         return attend_paged(query, *others, **fields)
 
@@ -340,7 +327,7 @@ def test_the_warm_up_launches_the_kernel_in_both_of_its_forms(monkeypatch):
 
 @in_child
 def test_a_kernel_that_does_not_fit_is_given_up_before_serving(monkeypatch, caplog):
-    def too_large(*_: Any, **__: Any) -> torch.Tensor:
+    def too_large(*_, **__):
         raise OutOfResources(106_752, 101_376, "shared memory")
 
     monkeypatch.setattr(paged, "attend_paged", too_large)

@@ -3,9 +3,7 @@ exactly, or its load refuses it in one sentence. No type ends in a stack trace o
 """
 
 import logging
-from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 import torch
@@ -51,21 +49,21 @@ def test_zamba_2_with_several_groups_of_heads_is_refused():
         load("zamba2", {**own, "mamba_ngroups": 2})
 
 
-def load(model_type: str, own: Any) -> None:
+def load(model_type, own):
     """What a load does to a model of this type, without files."""
     with as_loading():
         config = CONFIG_MAPPING[model_type]() if own is None else tiny_config(model_type, own)
         refuse_unsupported(config)
         with torch.device("meta" if own is None else "cpu"), torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.eval().requires_grad_(False)
     digest = b"0" * 16
     describe("m", model, bytes_tokenizer(), weights_digest=digest, dtype="float32", device="cpu")
 
 
 @contextmanager
-def as_loading() -> Iterator[None]:
+def as_loading():
     """Whatever transformers raises is a ModelError, as in `engine.models.load`."""
     try:
         yield

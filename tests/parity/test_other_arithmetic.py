@@ -3,7 +3,6 @@
 import queue
 from array import array
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,8 +11,7 @@ from cachesvc.config.sections import CacheSection, EngineSection
 from cachesvc.operator.scopes import note_scopes
 from cachesvc.server.compute import build
 from engine.models.arithmetic import Arithmetic
-from engine.models.load import LoadedModel
-from engine.request import Request, SamplingParams, StepOutput
+from engine.request import Request, SamplingParams
 from tests.support.models import tiny_model
 from tiers.errors import MissReason
 
@@ -21,9 +19,9 @@ MIB = 1 << 20
 PROMPT = [7 * number % 250 for number in range(100)]
 
 
-def asked(loaded: LoadedModel, folder: Path, *, older: bool = False) -> StepOutput:
+def asked(loaded, folder, *, older=False):
     """The first output for the prompt, of a server's life over `folder`. It flushes at its end."""
-    outputs: queue.Queue[StepOutput] = queue.Queue()
+    outputs = queue.Queue()
     core = build(
         loaded,
         kv_dtype="auto",

@@ -1,8 +1,5 @@
 """A step that runs out of memory is computed in parts, with the KV and the tokens of its parts."""
 
-from collections.abc import Sequence
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -18,18 +15,18 @@ BLOCK = 16
 PARAMS = SamplingParams(temperature=0)
 
 
-def span(number: int, start: int, count: int, **fields: Any) -> Span:
+def span(number, start, count, **fields):
     tokens = np.arange(start, start + count, dtype=np.int32) % 60 + number
     table = list(range(8 * number, 8 * number + 8))
     return Span(number, tokens, start, table, fields.pop("sample", True), PARAMS, **fields)
 
 
-def small(runner: ModelRunner, max_tokens: int) -> list[int]:
+def small(runner, max_tokens):
     """Lets the model's forward run out of memory above so many tokens; notes what it computed."""
-    computed: list[int] = []
+    computed = []
     forward = runner._forward
 
-    def limited(spans: Sequence[Span]) -> Any:
+    def limited(spans):
         count = sum(len(each.tokens) for each in spans)
         if count > max_tokens:
             raise torch.OutOfMemoryError(f"no room for {count} tokens")
@@ -40,7 +37,7 @@ def small(runner: ModelRunner, max_tokens: int) -> list[int]:
     return computed
 
 
-def pair() -> tuple[list[ModelRunner], list[torch.Tensor]]:
+def pair():
     loaded = tiny_model()
     pools = [new_pool(loaded, 40) for _ in range(2)]
     return [ModelRunner(loaded, pool) for pool in pools], pools
@@ -57,10 +54,10 @@ def test_a_batch_is_halved_until_it_fits_and_long_spans_at_borders_of_blocks():
 
 
 def test_the_next_steps_do_not_try_what_did_not_fit_until_many_fitted():
-    tried: list[int] = []
+    tried = []
     limit = 40
 
-    def compute(spans: Sequence[Span]) -> list[Sampled]:
+    def compute(spans):
         count = sum(len(each.tokens) for each in spans)
         tried.append(count)
         if count > limit:
@@ -91,9 +88,9 @@ def test_a_sequence_that_cannot_compute_one_block_fails_alone():
 
 
 def test_the_parts_have_their_own_targets():
-    given: list[Span] = []
+    given = []
 
-    def compute(spans: Sequence[Span]) -> list[Sampled]:
+    def compute(spans):
         if sum(len(each.tokens) for each in spans) > BLOCK:
             raise torch.OutOfMemoryError
         given.extend(spans)
@@ -122,7 +119,7 @@ def test_the_parts_have_their_own_targets():
 
 
 def test_other_errors_are_not_retried():
-    def compute(spans: Sequence[Span]) -> list[Sampled]:
+    def compute(spans):
         raise RuntimeError("another fault")
 
     with pytest.raises(RuntimeError, match="another fault"):
@@ -136,7 +133,7 @@ def test_a_choice_that_runs_out_of_memory_is_made_in_halves_without_computing_ag
     whole, limited = (ModelRunner(loaded, pool) for pool in pools)
     choose = limited._sampler.sample
 
-    def small_choice(logits: torch.Tensor, spans: Sequence[Span]) -> list[Sampled]:
+    def small_choice(logits, spans):
         if len(spans) > 1:
             raise torch.OutOfMemoryError(f"no room for {len(spans)} rows")
         return choose(logits, spans)
@@ -165,7 +162,7 @@ def test_a_step_that_fails_at_its_choice_is_computed_again_from_the_states_befor
     last = Batch([span(0, 18, 10)])
     expected = whole.step(last)
 
-    def no_choice(logits: torch.Tensor, spans: Sequence[Span]) -> list[Sampled]:
+    def no_choice(logits, spans):
         raise RuntimeError("no choice")
 
     with monkeypatch.context() as broken:
@@ -180,7 +177,7 @@ def test_a_sequence_whose_token_alone_cannot_be_chosen_fails_alone(monkeypatch):
     (_, limited), _ = pair()
     choose = limited._sampler.sample
 
-    def broken_choice(logits: torch.Tensor, spans: Sequence[Span]) -> list[Sampled]:
+    def broken_choice(logits, spans):
         if any(each.sequence_id == 1 for each in spans):
             raise torch.OutOfMemoryError
         return choose(logits, spans)

@@ -1,13 +1,10 @@
 """Log-probabilities of a prompt are those of a plain forward, however the prompt was computed."""
 
-from collections.abc import Sequence
-
 import numpy as np
 import pytest
 
 from engine.batch import Batch, Span
 from engine.execution.runner import ModelRunner
-from engine.models.load import LoadedModel
 from engine.request import FinishReason, SamplingParams
 from tests.parity.turned import BLOCK, TurnedEngine
 from tests.support.models import ARCHITECTURES, tiny_model
@@ -16,12 +13,12 @@ from tiers.errors import MissReason
 PROMPT = list(b"What is asked of a prompt is how likely each of its tokens was, after the others. ")
 
 
-def house(loaded: LoadedModel) -> TurnedEngine:
+def house(loaded):
     """Small chunks, so that a prompt is many."""
     return TurnedEngine(loaded, blocks=40, step_tokens=32)
 
 
-def expected_logprobs(loaded: LoadedModel, prompt: Sequence[int]) -> list[dict[int, float]]:
+def expected_logprobs(loaded, prompt):
     """After each beginning of the prompt, the most likely tokens as a sampling step tells them."""
     runner = ModelRunner(loaded, house(loaded).cache.pool.tensor)
     rows = []

@@ -2,9 +2,6 @@
 
 import asyncio
 from array import array
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,19 +12,18 @@ from tests.parity.test_engine_tiers import prompt_over
 from tests.support.house import BLOCK, House
 from tests.support.models import tiny_model
 from tiers.blocks.keys import CacheScope
-from tiers.cache import TieredCache
 
 LOADED = tiny_model("llama")
 
 
 @pytest.fixture
-def house(tmp_path: Path) -> Iterator[House]:
+def house(tmp_path):
     running = House(LOADED, tmp_path)
     yield running
     running.close()
 
 
-def spread(cache: TieredCache) -> None:
+def spread(cache):
     """The first block stays on the device, the second goes to the host, the rest to disk."""
     assert cache.flush() == 0
     for block in [*cache.index, *cache.index.iter_partials()]:
@@ -38,7 +34,7 @@ def spread(cache: TieredCache) -> None:
             cache.residency.evict_host(block)
 
 
-def quoted(house: House, prompt: list[int]) -> Any:
+def quoted(house, prompt):
     job = Job(
         request_id="quoted",
         model=None,

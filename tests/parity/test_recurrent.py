@@ -3,7 +3,6 @@
 import logging
 from contextlib import closing
 from inspect import Parameter, Signature
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from engine.attention.recurrent import (
     StateCache,
     StatePort,
 )
-from engine.models.load import LoadedModel
 from tests.parity import architectures
 from tests.parity.test_architectures import prompt, stock_tokens
 from tests.support.house import BLOCK, NUM_OUT, House, from_every_tier
@@ -24,12 +22,12 @@ from tiers.policy.checkpoints import worth_blocks
 
 
 @pytest.fixture(params=sorted(architectures.RECURRENT))
-def loaded(request: pytest.FixtureRequest) -> LoadedModel:
+def loaded(request):
     logging.getLogger("transformers").setLevel(logging.ERROR)  # of kernels that are not installed
     return architectures.served(request.param)
 
 
-def generated_tokens(model_type: str, tokens: list[int]) -> list[int]:
+def generated_tokens(model_type, tokens):
     """What transformers generates from its own cache of states."""
     model = architectures.stock(model_type)
     model.generation_config.eos_token_id = None
@@ -47,7 +45,7 @@ def test_tokens_are_those_of_transformers_cold_and_from_every_tier(loaded, tmp_p
     expected = stock_tokens(model_type, tokens)
     assert expected == generated_tokens(model_type, tokens)
 
-    def next_turn(house: House) -> None:
+    def next_turn(house):
         longer = tokens + expected + prompt(20, seed=4)
         [(turn, counts)] = house.ask([longer])
         assert stock_tokens(model_type, longer) == turn
@@ -94,9 +92,9 @@ def test_samples_of_one_prompt_continue_its_states(loaded, tmp_path):
 @pytest.mark.parametrize("name", ["cache_params", "past_key_values", "cache"])
 def test_a_module_gets_the_states_under_the_name_that_it_has_for_them(name):
     """transformers 5.24 renamed both names, and ignores what it does not know."""
-    given: list[Any] = []
+    given = []
 
-    def forward(self: nn.Module, hidden_states: torch.Tensor, **named: Any) -> torch.Tensor:
+    def forward(self, hidden_states, **named):
         given.append(named.get(name))
         return hidden_states
 

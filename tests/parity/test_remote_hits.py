@@ -1,17 +1,14 @@
 """Two servers share prefixes through a real Redis: the same tokens, and hits that say `remote`."""
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 
-from engine.models.load import LoadedModel
 from tests.parity import architectures
 from tests.parity.test_engine_tiers import prompt_over
 from tests.redis_server import redis_server
 from tests.support.house import BLOCK, NUM_OUT, House
 from tests.support.models import tiny_model
-from tiers.disk.tier import DiskTier
 from tiers.remote.objects import open_objects
 from tiers.remote.seal import Seal
 from tiers.remote.settings import RemoteWrites
@@ -24,18 +21,16 @@ Build = Callable[..., House]
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[Build]:
+def server(tmp_path):
     """Builds a server by name; each has a folder of its own, and all the same Redis."""
-    houses: list[House] = []
+    houses = []
     with redis_server(tmp_path) as url:
 
-        def build(
-            name: str, writes: RemoteWrites = RemoteWrites.ALL, model: str = "llama"
-        ) -> House:
+        def build(name, writes=RemoteWrites.ALL, model="llama"):
             loaded = model_of(model)
             layout = loaded.layout(BLOCK, None)
 
-            def above(disk: DiskTier) -> StackedTier:
+            def above(disk):
                 objects = open_objects(url, 10.0)
                 remote = RemoteTier(objects, layout, disk.read_record, seal=Seal(b"k" * 32))
                 return StackedTier(disk, remote, writes)
@@ -48,11 +43,11 @@ def server(tmp_path: Path) -> Iterator[Build]:
             house.close()
 
 
-def model_of(name: str) -> LoadedModel:
+def model_of(name):
     return architectures.served(name) if name == "lfm3" else tiny_model(name)
 
 
-def drained(house: House) -> RemoteTier:
+def drained(house):
     assert isinstance(house.cache.disk, StackedTier)
     assert house.cache.disk.remote.drain(20)
     return house.cache.disk.remote

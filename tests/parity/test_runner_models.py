@@ -3,11 +3,9 @@
 import numpy as np
 import pytest
 import xxhash
-from numpy.typing import NDArray
 
 from engine.attention.cpu import CpuAttention
 from engine.execution.runner import ModelRunner
-from engine.models.load import LoadedModel
 from engine.models.packing import PackedLinear, has_bfloat16
 from tests.support.models import (
     ARCHITECTURES,
@@ -23,22 +21,22 @@ BLOCK, NUM_BLOCKS, NEW_TOKENS = 16, 40, 12
 
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
-def loaded(request: pytest.FixtureRequest) -> LoadedModel:
+def loaded(request):
     return tiny_model(request.param)
 
 
-def prompt(length: int, seed: int = 0) -> NDArray[np.int32]:
+def prompt(length, seed=0):
     return np.random.default_rng(seed).integers(0, VOCAB_SIZE, length, dtype=np.int32)
 
 
-def stock_tokens(architecture: str, tokens: NDArray[np.int32]) -> list[int]:
+def stock_tokens(architecture, tokens):
     """Greedy tokens of an untouched transformers model."""
     model = stock_model(architecture)
     model.set_attn_implementation("eager")
     return greedy_tokens(model, tokens.tolist(), NEW_TOKENS)
 
 
-def runner(loaded: LoadedModel) -> ModelRunner:
+def runner(loaded):
     return ModelRunner(loaded, new_pool(loaded, NUM_BLOCKS, BLOCK))
 
 

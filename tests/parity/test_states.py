@@ -3,11 +3,8 @@
 That they answer as transformers does from every tier is in `test_architectures`.
 """
 
-from collections.abc import Iterator
 from contextlib import closing
 from itertools import count
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -33,7 +30,7 @@ LAYERS = (
 
 
 @pytest.fixture(params=["lfm2", "lfm3"])
-def house(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[House]:
+def house(request, tmp_path):
     house = House(architectures.served(request.param), tmp_path, step_tokens=BLOCK)
     yield house
     house.close()
@@ -75,12 +72,12 @@ def test_a_step_that_fails_leaves_the_states_as_they_were(model_type, late, tmp_
     asked = [prompt(3 * BLOCK + 5, seed=1), prompt(BLOCK, seed=2)]
     with closing(House(architectures.served(model_type), tmp_path, step_tokens=BLOCK)) as house:
         expected = [house.ask([tokens], cache=False)[0][0] for tokens in asked]
-        runner: Any = house.engine._runner
+        runner = house.engine._runner
         states = runner._recurrent or runner._attention
         owner, name = (runner._sampler, "sample") if late else (states, "finish")
         whole, calls = getattr(owner, name), count()
 
-        def failing(*arguments: Any) -> Any:
+        def failing(*arguments):
             if next(calls) % 5 == 3:
                 raise RuntimeError("a step fails")
             return whole(*arguments)
@@ -123,7 +120,7 @@ def test_a_sequence_answers_with_its_own_adapter_beside_others(model_type, targe
     assert 3 == len({tuple(answer) for answer in alone[:3]})
 
 
-def span(start: int, count: int, *, write_kv: bool = True) -> Span:
+def span(start, count, *, write_kv=True):
     tokens = np.zeros(count, np.int32)
     params = SamplingParams(temperature=0)
     return Span(1, tokens, start, [2, 0, 1], False, params, write_kv=write_kv)

@@ -4,15 +4,13 @@ Alone, batched, sampled `n` times, greedy and by seed, in small chunks, preempte
 """
 
 import json
-from collections.abc import Mapping, Sequence
 from functools import cache
 
 import pytest
 
 from engine.grammar.compiler import compiler_for
-from engine.models.load import LoadedModel
 from engine.request import FinishReason, SamplingParams
-from engine.structure import Grammar, StructuredOutputs, source_of
+from engine.structure import StructuredOutputs, source_of
 from tests.parity.turned import BLOCK, TurnedEngine
 from tests.support.models import EOS, tiny_model
 
@@ -29,19 +27,19 @@ PROMPTS = [list(b"Describe the first person of the table. " * 2), list(b"And the
 
 
 @cache
-def model() -> LoadedModel:
+def model():
     return tiny_model()
 
 
 @cache
-def person() -> Grammar:
+def person():
     return compiler_for(model()).compile(source_of(StructuredOutputs(json=PERSON)))
 
 
 class House(TurnedEngine):
     """Answers about persons."""
 
-    def __init__(self, *, jump: bool, blocks: int = 60, step_tokens: int = 64) -> None:
+    def __init__(self, *, jump, blocks=60, step_tokens=64):
         super().__init__(
             model(),
             blocks=blocks,
@@ -51,12 +49,10 @@ class House(TurnedEngine):
             jump_forward=jump,
         )
 
-    def told(
-        self, params: SamplingParams, prompts: Sequence[Sequence[int]] = PROMPTS
-    ) -> Mapping[tuple[str, int], tuple[tuple[int, ...], FinishReason | None]]:
+    def told(self, params, prompts=PROMPTS):
         """Tokens and end by prompt and sample."""
         self.ask(*((prompt, params) for prompt in prompts), grammar=person())
-        answers: dict[tuple[str, int], tuple[tuple[int, ...], FinishReason | None]] = {}
+        answers = {}
         for output in self.outputs:
             tokens, _ = answers.get((output.request_id, output.index), ((), None))
             answers[output.request_id, output.index] = tokens + output.tokens, output.finish

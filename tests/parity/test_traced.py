@@ -4,7 +4,6 @@ import logging
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,15 +11,13 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
-from engine.attention.base import AttentionCall
 from engine.attention.copies import WorkingCopies
 from engine.batch import Batch, Span
 from engine.execution import fusing
 from engine.execution.runner import ModelRunner
 from engine.execution.traced import TracedForward, Untraceable, trace
-from engine.models.load import LoadedModel, load_adapter
+from engine.models.load import load_adapter
 from engine.models.packing import PackedLinear
-from engine.operators.library import Operators
 from engine.promise import BITS, Equal
 from engine.request import SamplingParams
 from tests.parity import architectures
@@ -36,7 +33,7 @@ from tests.support.models import (
 BLOCK = 16
 
 
-def span(sequence_id: int, start: int, count: int, first_block: int, **fields: Any) -> Span:
+def span(sequence_id, start, count, first_block, **fields):
     rng = np.random.default_rng(1000 * sequence_id + start)
     tokens = rng.integers(0, VOCAB_SIZE, count, dtype=np.int32)
     table = list(range(first_block, first_block + 10))
@@ -52,25 +49,25 @@ STEPS = [
 ]
 
 
-def runner(loaded: LoadedModel) -> ModelRunner:
+def runner(loaded):
     torch.manual_seed(0)
     return ModelRunner(loaded, new_pool(loaded, 40, BLOCK))
 
 
-def forward(runner: ModelRunner, step: list[Span]) -> torch.Tensor | None:
+def forward(runner, step):
     logits, _ = runner._forward(step)
     runner._attention.finish()
     return logits
 
 
-def two_runners(loaded: LoadedModel) -> tuple[ModelRunner, ModelRunner, list[torch.Tensor]]:
+def two_runners(loaded):
     """Over equal pools."""
     pools = [new_pool(loaded, 40, BLOCK) for _ in range(2)]
     pools[1].copy_(pools[0])
     return ModelRunner(loaded, pools[0]), ModelRunner(loaded, pools[1]), pools
 
 
-def check_logits(own: ModelRunner, other: ModelRunner, *steps: list[Span]) -> None:
+def check_logits(own, other, *steps):
     """Both compute the same bits, by default in all steps."""
     for step in steps or STEPS:
         with torch.inference_mode():
@@ -79,7 +76,7 @@ def check_logits(own: ModelRunner, other: ModelRunner, *steps: list[Span]) -> No
         assert torch.equal(expected, actual)
 
 
-def check_kv(pools: list[torch.Tensor]) -> None:
+def check_kv(pools):
     assert torch.equal(*(pool.nan_to_num(7) for pool in pools)), "nobody's blocks hold NaN"
 
 
@@ -116,7 +113,7 @@ GREEDY = SamplingParams(temperature=0)
 LONG = np.random.default_rng(7).integers(0, VOCAB_SIZE, 560, dtype=np.int32)
 
 
-def computed(warm: ModelRunner, *cuts: int) -> None:
+def computed(warm, *cuts):
     """Compute the long prompt in chunks that end there, none of which samples."""
     for start, end in pairwise((0, *cuts)):
         warm.step(Batch([Span(1, LONG[start:end], start, list(range(35)), False, GREEDY)]))
@@ -155,12 +152,12 @@ def test_operators_activate_each_row_alone(architecture, by_row, operators):
 
 
 @pytest.fixture
-def narrow(operators: Operators) -> LoadedModel:
+def narrow(operators):
     """A model whose linear layers are all narrow."""
     return narrow_model(operators)
 
 
-def narrow_model(operators: Operators, *, width: int = 96, **fields: Any) -> LoadedModel:
+def narrow_model(operators, *, width=96, **fields):
     """The same, with this number of gates."""
     config = LlamaConfig(
         vocab_size=288,
@@ -200,7 +197,7 @@ def test_one_row_alone_has_the_bits_that_it_has_beside_another(narrow, monkeypat
     beside._traced.computes_one_row = False
     sizes, run = [], alone._traced._graph
 
-    def graph(rows: torch.Tensor, *others: torch.Tensor) -> Any:
+    def graph(rows, *others):
         sizes.append((rows.shape[1], len(others[1])))
         return run(rows, *others)
 
@@ -238,7 +235,7 @@ def test_a_row_of_an_adapter_is_computed_with_another(narrow):
 def test_one_row_that_differs_is_computed_with_another(narrow, monkeypatch):
     own = TracedForward._run
 
-    def run(traced: TracedForward, *given: Any) -> Any:
+    def run(traced, *given):
         logits, states = own(traced, *given)
         return (logits, states + 1e-6) if states.shape[1] == 1 else (logits, states)
 
@@ -256,7 +253,7 @@ def test_no_step_of_a_warm_runner_is_computed_by_the_models_own_layers():
     steps += [span(1, 29, 8, 0, targets=np.arange(8, dtype=np.int32))]
     told = [own.step(Batch([step])) for step in steps]
 
-    def burn(*_: Any, **__: Any) -> None:
+    def burn(*_, **__):
         raise Burning("the model's own layers")
 
     with pytest.MonkeyPatch.context() as patch:
@@ -276,7 +273,7 @@ def test_an_error_in_attention_comes_out_as_it_is():
     warm.warm_up()
     attend = warm._attention.attend
 
-    def burn(call: AttentionCall) -> torch.Tensor:
+    def burn(call):
         if call.layer == 1:
             raise Burning("layer 1")
         return attend(call)
@@ -296,7 +293,7 @@ def test_a_step_with_working_copies_does_not_return_to_python(architecture):
     own, warm, _ = two_runners(loaded)
     warm._traced = TracedForward(loaded.model)
 
-    def burn(call: AttentionCall) -> torch.Tensor:
+    def burn(call):
         raise Burning(f"layer {call.layer}")
 
     with pytest.MonkeyPatch.context() as patch:
@@ -310,7 +307,7 @@ def test_a_step_without_room_for_a_copy_goes_back_to_python_and_the_next_does_no
     warm._traced, seen = TracedForward(loaded.model), 0
     attend = warm._attention.attend
 
-    def count(call: AttentionCall) -> torch.Tensor:
+    def count(call):
         nonlocal seen
         seen += 1
         return attend(call)
@@ -351,19 +348,19 @@ def test_a_model_that_keeps_states_or_branches_on_tensors_is_not_recorded(model_
 class Counting(nn.Module):
     """A model whose result depends on something that no graph sees."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model):
         super().__init__()
         self.model = model
         self.calls = 0
 
     @property
-    def base_model(self) -> Any:
+    def base_model(self):
         return self.model.base_model
 
-    def get_input_embeddings(self) -> Any:
+    def get_input_embeddings(self):
         return self.model.get_input_embeddings()
 
-    def forward(self, **given: Any) -> Any:
+    def forward(self, **given):
         self.calls += 1
         output = self.model(**given)
         output.logits = output.logits + self.calls
@@ -388,7 +385,7 @@ def test_operators_take_the_place_of_every_norm_rotation_and_activation(operator
     assert not kinds["aten::pow"] + kinds["aten::silu"] + kinds["aten::neg"]
 
 
-def _kinds(traced: TracedForward) -> Counter[str]:
+def _kinds(traced):
     """The calls of a recorded forward."""
     return Counter(node.kind() for node in traced._graph.graph.nodes())
 

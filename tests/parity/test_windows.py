@@ -7,7 +7,6 @@ loaded shows.
 
 import random
 import time
-from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -18,15 +17,13 @@ from transformers import AutoModelForCausalLM
 from engine.models.load import LoadedModel
 from tests.parity import architectures
 from tests.parity.test_architectures import prompt
-from tests.support.house import BLOCK, House
+from tests.support.house import BLOCK
 from tests.support.models import described
 from tiers.blocks.chain import Chain
-from tiers.blocks.frames import Frame, FrameArena
-from tiers.blocks.keys import BlockId, PrefixKey
-from tiers.blocks.places import BlockPlaces
+from tiers.blocks.frames import FrameArena
 from tiers.disk.format.record import window_key
 from tiers.disk.tier import DiskTier
-from tiers.tier import Loaded, TierName
+from tiers.tier import TierName
 
 NUM_BLOCKS = 20
 LONG = prompt(NUM_BLOCKS * BLOCK + 11, seed=1)
@@ -56,24 +53,24 @@ def windowed(model_type: str) -> LoadedModel:
 
 
 @pytest.fixture(params=[*KINDS, "lfm3"])
-def loaded(request: pytest.FixtureRequest) -> LoadedModel:
+def loaded(request):
     return windowed(request.param)
 
 
 @pytest.fixture
-def open_house(open_house: Callable[..., House]) -> Callable[..., House]:
+def open_house(open_house):
     return partial(open_house, share_tails=False, device_blocks=60)
 
 
-def free_places(places: BlockPlaces) -> list[int]:
+def free_places(places):
     return [*places._free, *(place for free in places._lesser_free.values() for place in free)]
 
 
-def sink(house: House, *, to_disk: bool) -> None:
+def sink(house, *, to_disk):
     """Everything off the device; what memory is then nobody's holds no numbers."""
     house.sink(to_disk=to_disk)
 
-    def spoil(_: object) -> None:
+    def spoil(_):
         cache = house.cache
         pool, frames = cache.pool, cache.residency.frames
         assert isinstance(frames, FrameArena)
@@ -86,22 +83,22 @@ def sink(house: House, *, to_disk: bool) -> None:
     house.engine.call(spoil).result(60)
 
 
-def moved(house: House) -> dict[Any, int]:
+def moved(house):
     stats = house.engine.call(lambda _: house.cache.stats()).result(60)
     told = {lane: transfer.nbytes for lane, transfer in stats.transfers.items()}
     return {**told, "read": stats.disk.read_bytes}
 
 
-def check(house: House) -> None:
+def check(house):
     house.engine.call(lambda _: house.cache.residency.check()).result(60)
 
 
-def root_of(disk: DiskTier) -> PrefixKey:
+def root_of(disk):
     with disk.view() as view:
         return next(iter(view.blocks())).scope
 
 
-def needed(house: House, num_blocks: int) -> int:
+def needed(house, num_blocks):
     """Bytes of a prefix of which no more than its last windows is moved."""
     layout = house.cache.layout
     whole = min(layout.reach, num_blocks)
@@ -161,7 +158,7 @@ def test_a_prefix_whose_windows_are_nowhere_is_cut_and_made_whole_by_computing(l
     sink(house, to_disk=True)
     house.ask([LONG])
 
-    def lose(_: object) -> None:
+    def lose(_):
         cache = house.cache
         assert cache.disk is not None
         keys = [block.key for block in cache.index if block.key is not None]
@@ -221,7 +218,7 @@ def test_blocks_in_memory_end_where_their_windows_are_below(loaded, open_house, 
     [(expected, _)] = house.ask([SHORT], cache=False)
     load = disk.load
 
-    def slow(ids: Sequence[BlockId], into: Sequence[Frame]) -> Loaded:
+    def slow(ids, into):
         time.sleep(0.1)  # the ticket is looked at meanwhile
         return load(ids, into)
 
@@ -243,7 +240,7 @@ def test_blocks_without_windows_are_written_and_get_them_back_where_they_are_com
     sink(house, to_disk=True)
     house.ask([LONG])  # all but the last blocks are in memory without their windows
 
-    def drop(_: object) -> None:
+    def drop(_):
         residency = house.cache.residency
         for block in residency.index:
             assert block.key is not None and disk.discard([block.key])

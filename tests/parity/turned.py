@@ -1,16 +1,12 @@
 """An engine without a thread over a tiny model, which computes while it is asked."""
 
 from array import array
-from collections.abc import Sequence
-from typing import Any
 
 from engine.engine import Engine
 from engine.execution.runner import ModelRunner
-from engine.models.load import LoadedModel
-from engine.request import Request, SamplingParams, StepOutput
+from engine.request import Request
 from engine.scheduling.settings import SchedulerSettings
 from engine.settings import EngineSettings
-from engine.structure import Grammar
 from tiers.blocks.keys import CacheScope
 from tiers.cache import CacheSettings, TieredCache
 
@@ -20,9 +16,7 @@ BLOCK = 16
 class TurnedEngine:
     """`settings`: of the engine."""
 
-    def __init__(
-        self, loaded: LoadedModel, *, blocks: int = 60, step_tokens: int = 64, **settings: Any
-    ) -> None:
+    def __init__(self, loaded, *, blocks=60, step_tokens=64, **settings):
         layout = loaded.layout(BLOCK)
         tiers = CacheSettings(device_bytes=blocks * layout.nbytes, host_bytes=0)
         self.cache = TieredCache(layout, tiers)
@@ -33,11 +27,9 @@ class TurnedEngine:
             EngineSettings(scheduler=scheduler, **settings),
             lambda outputs: self.outputs.extend(outputs),
         )
-        self.outputs: list[StepOutput] = []
+        self.outputs = []
 
-    def ask(
-        self, *asked: tuple[Sequence[int], SamplingParams], grammar: Grammar | None = None
-    ) -> list[list[StepOutput]]:
+    def ask(self, *asked, grammar=None):
         """All prompts at once; each one's outputs."""
         self.outputs.clear()
         for number, (prompt, params) in enumerate(asked):

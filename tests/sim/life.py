@@ -6,12 +6,8 @@ come in every phase of a request, and who was cancelled is often asked for again
 
 import itertools
 import math
-import random
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
-from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -19,14 +15,13 @@ import pytest
 from engine.errors import InvalidParameter
 from tests.sim.random_grammar import RandomGrammar
 from tests.sim.watched import ADAPTERS, BLOCK, VOCAB_SIZE
-from tests.sim.world import PICTURES, PLACEHOLDER, World
+from tests.sim.world import PICTURES, PLACEHOLDER
 from tests.support.chain_runner import replay
 from tiers.blocks.chain import Chain
 from tiers.blocks.contents import Content
-from tiers.blocks.keys import CacheScope, PrefixKey
+from tiers.blocks.keys import CacheScope
 from tiers.policy.retention import PinError
 from tiers.telemetry.events import CacheEvent
-from tiers.tier import Purged
 
 TENANTS = (b"", b"other", b"third")
 SERVED: dict[str, tuple[Any, ...]] = {  # what a hostile client may ask for, and is served
@@ -56,7 +51,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 MAX_TURNS = 2000  # that any request may take, whoever comes and goes beside it
 
 
-def more_seeds(live: Callable[[int], object]) -> None:
+def more_seeds(live):
     """Lives seeds from FIRST up to LAST, the last two words of the command; tells which fail."""
     for seed in range(*map(int, sys.argv[-2:])):
         try:
@@ -65,7 +60,7 @@ def more_seeds(live: Callable[[int], object]) -> None:
             print(f"seed {seed}: {error!r}", flush=True)
 
 
-def root_of(tenant: bytes) -> PrefixKey:
+def root_of(tenant):
     return CacheScope(tenant=tenant).root()
 
 
@@ -76,26 +71,19 @@ class Life:
     `arrivals` is the chance that requests come in a turn; with few, many find the engine idle.
     """
 
-    def __init__(
-        self,
-        world: World,
-        chance: random.Random,
-        *,
-        plain: bool = False,
-        arrivals: float = 0.4,
-    ) -> None:
+    def __init__(self, world, chance, *, plain=False, arrivals=0.4):
         self.world = world
         self.chance = chance
         self.plain = plain
         self.arrivals = arrivals
         self.trunks = {tenant: [self._trunk() for _ in range(3)] for tenant in TENANTS}
-        self.sent: list[dict[str, Any]] = []  # what each request was asked with
-        self.cancelled: Counter[str] = Counter()  # by phase
-        self.purges: list[Future[Purged]] = []
-        self.stood: set[PrefixKey] = set()  # pinned blocks that were seen in a tier
+        self.sent = []  # what each request was asked with
+        self.cancelled = Counter()  # by phase
+        self.purges = []
+        self.stood = set()  # pinned blocks that were seen in a tier
         self.num_lost = 0  # blocks that the cache has said to be lost
 
-    def run(self, num_requests: int, acts: Seq[Callable[[], None]] = ()) -> None:
+    def run(self, num_requests, acts=()):
         world, chance = self.world, self.chance
         while len(self.sent) < num_requests or world.live():
             if len(self.sent) < num_requests and chance.random() < self.arrivals:
@@ -114,7 +102,7 @@ class Life:
 
     # What may happen beside requests.
 
-    def pin(self) -> None:
+    def pin(self):
         tenant = self.chance.choice(TENANTS)
         chain = Chain(root_of(tenant), self.chance.choice(self.trunks[tenant]), BLOCK)
         name, until_s = self.chance.choice("abc"), self.world.now_s + self.chance.randrange(5, 60)
@@ -123,15 +111,15 @@ class Life:
         except PinError:
             return
 
-    def unpin(self) -> None:
+    def unpin(self):
         self.world.cache.operations.unpin(self.chance.choice("abc"))
 
-    def evict(self) -> None:
+    def evict(self):
         tenant = self.chance.choice(TENANTS)
         chain = Chain(root_of(tenant), self.chance.choice(self.trunks[tenant]), BLOCK)
         self.world.cache.operations.evict(chain.keys)
 
-    def evict_idle(self) -> None:
+    def evict_idle(self):
         """Idle blocks leave the device, and mostly those that the disk has the host as well."""
         cache, below = self.world.cache, self.chance.random() < 0.8
         for block in [*cache.index]:
@@ -141,21 +129,21 @@ class Life:
             if below and block.frame is not None and block.held_below and idle:
                 cache.residency.evict_host(block)
 
-    def purge(self) -> None:
+    def purge(self):
         self.purges.append(
             self.world.cache.operations.purge([root_of(self.chance.choice(TENANTS))])
         )
 
-    def break_step(self) -> None:
+    def break_step(self):
         """Now and then: the next step fails, and none of those who run in it."""
         self.world.runner.broken = self.chance.random() < 0.2
 
-    def preempt(self) -> None:
+    def preempt(self):
         scheduler = self.world.engine._scheduler
         if scheduler.running:
             scheduler._preempt(self.chance.choice(scheduler.running))
 
-    def lose(self) -> None:
+    def lose(self):
         """The disk loses a few blocks, and tells nobody."""
         self.world.disk_loses = True
         keys = list(self.world.tier._blocks)
@@ -163,17 +151,17 @@ class Life:
             self.chance.sample(keys, min(len(keys), self.chance.randrange(1, 6)))
         )
 
-    def jump(self) -> None:
+    def jump(self):
         """The clock does."""
         self.world.now_s += self.chance.choice((-3600, 3600, -5, 60))
 
-    def trouble_disk(self) -> None:
+    def trouble_disk(self):
         """From now on the disk fails always, now and then, or never."""
         self.world.tier.fault_rate = self.chance.choice((0.0, 0.0, 0.3, 1.0))
 
     # Requests.
 
-    def _send(self) -> None:
+    def _send(self):
         kind = self.chance.random()
         if self.sent and kind < 0.25:
             self._again(self.chance.randrange(max(0, len(self.sent) - 12), len(self.sent)))
@@ -186,7 +174,7 @@ class Life:
                 trunk = trunk[: self.chance.randrange(1, len(trunk) + 1)]
             self._submit(tenant, trunk + self._words(self.chance.choice((0, 0, 1, 3, 9))))
 
-    def _again(self, number: int) -> None:
+    def _again(self, number):
         """An earlier prompt; at times another tenant's, or for another adapter."""
         before = dict(self.sent[number])
         if self.chance.random() < 0.1:
@@ -195,19 +183,13 @@ class Life:
             before["adapter"] = self.chance.choice((None, *ADAPTERS))
         self._submit(**before)
 
-    def _next_turn(self, number: int) -> None:
+    def _next_turn(self, number):
         before = dict(self.sent[number])
         answer = self.world.tokens(f"r{number}")
         before["prompt"] = [*before["prompt"], *answer, *self._words(self.chance.randrange(1, 6))]
         self._submit(**before)
 
-    def _submit(
-        self,
-        tenant: bytes,
-        prompt: list[int],
-        adapter: str | None = None,
-        contents: tuple[Content, ...] | None = None,
-    ) -> None:
+    def _submit(self, tenant, prompt, adapter=None, contents=None):
         chance, world = self.chance, self.world
         name, prompt = f"r{len(self.sent)}", prompt[: world.engine.max_tokens - 1]
         if contents is None and not self.plain:
@@ -244,10 +226,10 @@ class Life:
             seed=chance.choice((None, None, 1, 2)),
         )
 
-    def _grammar(self) -> RandomGrammar:
+    def _grammar(self):
         return RandomGrammar(len(self.sent) % 7, slow=self.chance.random() < 0.5)
 
-    def _ask_too_much(self, asked: dict[str, Any]) -> None:
+    def _ask_too_much(self, asked):
         """What is out of its range is refused by name, and leaves nothing behind."""
         field = self.chance.choice(sorted(REFUSED))
         value = self.chance.choice(REFUSED[field])
@@ -255,10 +237,10 @@ class Life:
             self.world.submit("refused", **asked, sampling={field: value})
         assert field == refused.value.param
 
-    def _cancel(self) -> None:
+    def _cancel(self):
         """Somebody leaves, from whichever phase; often the same prompt comes again."""
         world, chance = self.world, self.chance
-        phases: dict[str, list[str]] = defaultdict(list)
+        phases = defaultdict(list)
         for name in world.live():
             phases[world.phase(name)].append(name)
         phase = chance.choice(sorted(phases))
@@ -272,7 +254,7 @@ class Life:
         for _ in range(chance.choice((0, 1, 1, 2))):
             self._again(int(name[1:]))
 
-    def _check_pins(self) -> None:
+    def _check_pins(self):
         """A pinned block that stood in a tier stands in one for as long as it is pinned.
 
         Where the disk is behind, one may be lost to a running request; then it is counted. A purge
@@ -291,10 +273,10 @@ class Life:
         assert len(self.stood - now) <= self.num_lost - before, "a pinned block was lost"
         self.stood = now
 
-    def _words(self, count: int) -> list[int]:
+    def _words(self, count):
         return [self.chance.randrange(50) for _ in range(count)]
 
-    def _trunk(self) -> list[int]:
+    def _trunk(self):
         """The beginning of prompts; every other one with a picture in it."""
         words = [self.chance.randrange(49) for _ in range(self.chance.randrange(1, 30))]
         if self.chance.random() < 0.5:
@@ -303,7 +285,7 @@ class Life:
         return words
 
 
-def _pictures(prompt: Seq[int], chance: random.Random) -> tuple[Content, ...]:
+def _pictures(prompt, chance):
     """What each run of placeholders in the prompt stands for: a picture, or just itself."""
     contents = []
     place = 0

@@ -5,13 +5,12 @@ any two statements of a transaction, restarts, price changes and clock jumps, on
 share one database.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from random import Random
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -90,7 +89,7 @@ class Model:
     beyond_holds: int = 0
     limits: dict[Of, tuple[int, int]] = field(default_factory=dict)  # amount, and since when
 
-    def limited(self, hold: Hold, amount: int) -> bool:
+    def limited(self, hold, amount):
         """Whether a hard limit refuses `amount` for a request."""
         counted = [(each.hold, each.held) for each in self.open.values()]
         counted += [(charged, cost) for cost, _, charged in self.charges.values()]
@@ -108,11 +107,11 @@ class Model:
         return False
 
     @property
-    def held(self) -> int:
+    def held(self):
         return sum(request.held for request in self.open.values())
 
     @property
-    def worth(self) -> int:
+    def worth(self):
         return self.paid_in - sum(amount for amount, _, _ in self.charges.values())
 
 
@@ -120,7 +119,7 @@ Databases = Callable[[], AbstractContextManager[list[LedgerStore]]]  # an empty 
 
 
 @contextmanager
-def sqlite_file(folder: Path) -> Iterator[list[LedgerStore]]:
+def sqlite_file(folder):
     """A new file for each example."""
     url = fresh_ledger(folder / str(len(list(folder.iterdir()))) / "ledger")
     with ExitStack() as scope:
@@ -128,7 +127,7 @@ def sqlite_file(folder: Path) -> Iterator[list[LedgerStore]]:
 
 
 @contextmanager
-def emptied(stores: list[LedgerStore]) -> Iterator[list[LedgerStore]]:
+def emptied(stores):
     """One database, emptied for each example."""
     names = ", ".join(table.name for table in metadata.sorted_tables)
     with stores[0].writing() as connection:
@@ -142,7 +141,7 @@ class LedgerMachine(RuleBasedStateMachine):
     databases: ClassVar[Databases]  # as a static method
 
     @initialize(paid=st.integers(0, 30_000_000))
-    def begin(self, paid: int) -> None:
+    def begin(self, paid):
         self.scope = ExitStack()
         self.clock = ManualClock()
         self.stores = self.scope.enter_context(self.databases())
@@ -158,20 +157,20 @@ class LedgerMachine(RuleBasedStateMachine):
         if paid:
             self.apply(0, Deposit("acme", Kind.TOPUP, "first", paid, "test", ""))
 
-    def teardown(self) -> None:
+    def teardown(self):
         if not hasattr(self, "stores"):
             return
         with self.scope:
             problems = audit.verify(self.stores[0]).problems
             assert problems == [], problems
 
-    def apply(self, server: int, command: Command, die_at: int = 0) -> object:
+    def apply(self, server, command, die_at=0):
         """Run one command; with `die_at`, its process dies before that statement and another
         retries.
         """
         return self.apply_all(server, [command], die_at)[0]
 
-    def apply_all(self, server: int, commands: list[Command], die_at: int = 0) -> list[object]:
+    def apply_all(self, server, commands, die_at=0):
         store = self.stores[server]
         if die_at:
             with dying(die_at), suppress(Killed):
@@ -186,15 +185,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(server=st.integers(0, 1), amounts=st.lists(AMOUNT, min_size=1, max_size=4),
           fingerprint=st.sampled_from(["", "f", "g"]), retry=st.booleans(),
           user=st.sampled_from(["", "anna"]), die_at=st.integers(0, 8))  # fmt: skip
-    def reserve(
-        self,
-        server: int,
-        amounts: list[int],
-        fingerprint: str,
-        retry: bool,
-        user: str,
-        die_at: int,
-    ) -> None:
+    def reserve(self, server, amounts, fingerprint, retry, user, die_at):
         """Several come at once, or no other rule would find many that are open."""
         context = RequestContext(
             fingerprint=fingerprint, is_retry=retry, admitted_ns=self.clock(), user=user
@@ -202,7 +193,7 @@ class LedgerMachine(RuleBasedStateMachine):
         for amount in amounts:
             self._reserve(server, amount, context, die_at)
 
-    def _reserve(self, server: int, amount: int, context: RequestContext, die_at: int) -> None:
+    def _reserve(self, server, amount, context, die_at):
         self.names += 1
         name = f"r{self.names}"
         pinned = self.accounts.book.at("m", self.clock(), "CNY")
@@ -228,7 +219,7 @@ class LedgerMachine(RuleBasedStateMachine):
         for request in list(self.model.open.values()):
             self._top_up(request, amount, usage, die_at)
 
-    def _top_up(self, request: Open, amount: int, usage: Usage, die_at: int) -> None:
+    def _top_up(self, request, amount, usage, die_at):
         expires_ns = self.clock() + LEASE_S * NS
         fits = amount <= self.model.worth - self.model.held
         limited = self.model.limited(request.hold, amount)
@@ -310,11 +301,11 @@ class LedgerMachine(RuleBasedStateMachine):
     # -- time and death ----------------------------------------------------------------------------
 
     @rule(seconds=st.integers(-1000, 200))
-    def jump(self, seconds: int) -> None:
+    def jump(self, seconds):
         self.clock.advance(seconds)
 
     @rule(server=st.integers(0, 1))
-    def sweep(self, server: int) -> None:
+    def sweep(self, server):
         now_ns = self.clock()
         due = [request for request in self.model.open.values() if request.expires_ns <= now_ns]
         assert len(due) == self.ledgers[server].sweeper.sweep()
@@ -323,12 +314,12 @@ class LedgerMachine(RuleBasedStateMachine):
         assert all(hold.expires_ns > now_ns for hold in left), "a hold outlives its lease"
 
     @rule(server=st.integers(0, 1))
-    def crash_and_restart(self, server: int) -> None:
+    def crash_and_restart(self, server):
         left = [request for request in self.model.open.values() if request.server == server]
         self.ledgers[server].sweeper.recover()
         self._presumed(left, Outcome.CRASHED)
 
-    def _presumed(self, requests: list[Open], outcome: Outcome) -> None:
+    def _presumed(self, requests, outcome):
         for request in requests:
             self._charged(request, billable(request.sent, outcome), outcome, True)
 
@@ -336,7 +327,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(amount=st.integers(1, 9_000_000), kind=st.sampled_from([Kind.GRANT, Kind.TOPUP]),
           ends_in=st.sampled_from([None, -1, 0, 1]), die_at=st.integers(0, 8))  # fmt: skip
-    def deposit(self, amount: int, kind: Kind, ends_in: int | None, die_at: int) -> None:
+    def deposit(self, amount, kind, ends_in, die_at):
         """Money that is paid, or granted for ever or for a time."""
         self.names += 1
         name, expires_ns = f"d{self.names}", 0
@@ -350,7 +341,7 @@ class LedgerMachine(RuleBasedStateMachine):
             self.model.grants[name] = (expires_ns or NEVER, amount)
 
     @rule(server=st.integers(0, 1), again=st.booleans())
-    def expire(self, server: int, again: bool) -> None:
+    def expire(self, server, again):
         """What was spent of the granted money was spent of what ends first."""
         granted = self.accounts.tenant("acme").granted
         spent = sum(amount for _, amount in self.model.grants.values()) - granted
@@ -380,7 +371,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(amount=st.integers(1, 9_000_000), of=st.sampled_from([Of.TENANT, Of.USER]),
           lift=st.booleans())  # fmt: skip
-    def limit(self, amount: int, of: Of, lift: bool) -> None:
+    def limit(self, amount, of, lift):
         """Sets, changes or lifts a hard limit of a month, by a clock that was not set back since
         a running request was admitted."""
         now_ns = self.clock()
@@ -397,7 +388,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.model.limits[of] = amount, since_ns
 
     @rule(hit=st.integers(0, 3), miss=st.integers(3, 9))
-    def change_price(self, hit: int, miss: int) -> None:
+    def change_price(self, hit, miss):
         if len(self.accounts.book.cards) > 4:
             return
         number = len(self.accounts.book.cards) + 1
@@ -410,18 +401,18 @@ class LedgerMachine(RuleBasedStateMachine):
     # -- what always holds -------------------------------------------------------------------------
 
     @invariant()
-    def balances_are_the_models(self) -> None:
+    def balances_are_the_models(self):
         if not hasattr(self, "accounts"):
             return
         account = self.accounts.tenant("acme")
         assert (account.balance, account.held) == (self.model.worth, self.model.held)
         assert account.balance - account.held >= -self.model.beyond_holds
 
-    def _pick(self, pick: int) -> Open:
+    def _pick(self, pick):
         names = sorted(self.model.open)
         return self.model.open[names[pick % len(names)]]
 
-    def _charged(self, request: Open, usage: Usage, outcome: Outcome, delivered: bool) -> None:
+    def _charged(self, request, usage, outcome, delivered):
         hold, name = request.hold, request.hold.request_id
         amount = rate(usage, hold.pinned).amount
         self.model.beyond_holds += max(0, amount - request.held)
@@ -437,7 +428,7 @@ class LedgerMachine(RuleBasedStateMachine):
         elif delivered and hold.context.is_retry:
             self._forgive(fingerprint)
 
-    def _forgive(self, fingerprint: str) -> None:
+    def _forgive(self, fingerprint):
         for name in self.model.undelivered.pop(fingerprint, ()):
             _, outcome, hold = self.model.charges[name]
             self.model.charges[name] = (0, outcome, hold)
@@ -448,13 +439,13 @@ class LedgerMachine(RuleBasedStateMachine):
 class dying:
     """The process dies before the n-th statement of its transaction."""
 
-    def __init__(self, die_at: int) -> None:
+    def __init__(self, die_at):
         self.left, self.patch = die_at, pytest.MonkeyPatch()
 
-    def __enter__(self) -> None:
+    def __enter__(self):
         execute = Prepared.execute
 
-        def counted(prepared: Prepared, cursor: Any, row: Any) -> None:
+        def counted(prepared, cursor, row):
             self.left -= 1
             if self.left == 0:
                 raise Killed
@@ -462,14 +453,14 @@ class dying:
 
         self.patch.setattr(Prepared, "execute", counted)
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         self.patch.undo()
 
 
 QUIET = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
 
 
-def check(databases: Databases, *, examples: int) -> None:
+def check(databases, *, examples):
     run_state_machine_as_test(
         type("Machine", (LedgerMachine,), {"databases": staticmethod(databases)}),
         settings=settings(

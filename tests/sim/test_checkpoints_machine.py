@@ -7,28 +7,23 @@ window, a block may also lack that part of its KV, and the runner reads all that
 
 import random
 from array import array
-from collections.abc import Sequence as Seq
-from concurrent.futures import Future
 from dataclasses import replace
 
 import pytest
 import torch
 
-from engine.attention.recurrent import Piece, RecurrentStates, StateCache, StateName, state_views
-from engine.batch import Batch, Sampled
+from engine.attention.recurrent import Piece, RecurrentStates, StateName, state_views
 from engine.engine import Engine
-from engine.request import FinishReason, Request, SamplingParams, StepOutput
+from engine.request import FinishReason, Request, SamplingParams
 from engine.scheduling.settings import SchedulerSettings
 from engine.settings import EngineSettings
 from tests.support.chain_runner import SEED, ChainRunner, WrongKv, advance, chain_layout, replay
 from tests.support.memory_tier import MemoryTier, SteppedMover
 from tiers.blocks.chain import Chain
-from tiers.blocks.keys import CacheScope, PrefixKey
+from tiers.blocks.keys import CacheScope
 from tiers.blocks.layout import StateTensor
 from tiers.cache import CacheSettings, TieredCache
-from tiers.memory.block import Block
 from tiers.policy.checkpoints import keeps_stop, positions, prompt_end, worth_blocks
-from tiers.tier import Purged
 
 BLOCK = 4
 STATE = StateName(0, "recurrent", 0)
@@ -40,14 +35,14 @@ WINDOW = 6  # tokens: two blocks
 class StatefulRunner(ChainRunner):
     """Reads a sequence's last KV from its state too. `failing` steps fail at their end."""
 
-    def __init__(self, pool: torch.Tensor, checkpoints: torch.Tensor, window: int | None) -> None:
+    def __init__(self, pool, checkpoints, window):
         super().__init__(pool)
         self._window = window or 1
         self._slots = checkpoints
         self._states = RecurrentStates(BLOCK)
         self.failing = 0
 
-    def step(self, batch: Batch) -> list[Sampled]:
+    def step(self, batch):
         spans = batch.spans
         self._states.begin([Piece(s.sequence_id, s.start, len(s.tokens)) for s in spans])
         tokens = [int(token) for span in spans for token in span.tokens]
@@ -66,7 +61,7 @@ class StatefulRunner(ChainRunner):
         self._states.finish()
         return sampled
 
-    def _advance(self, rows: torch.Tensor, cache: StateCache) -> torch.Tensor:
+    def _advance(self, rows, cache):
         before = cache.get_recurrent_state(0)
         values = [SEED] * len(rows) if before is None else before.view(torch.int32)[:, 0].tolist()
         for tokens in rows[:, :, 0].t().tolist():
@@ -75,21 +70,21 @@ class StatefulRunner(ChainRunner):
         cache.update_recurrent_state(after, 0)
         return rows
 
-    def forget(self, sequence_id: int) -> None:
+    def forget(self, sequence_id):
         super().forget(sequence_id)
         self._states.forget(sequence_id)
 
-    def fork(self, sequence_id: int, twin_id: int) -> None:
+    def fork(self, sequence_id, twin_id):
         self._states.fork(sequence_id, twin_id)
 
-    def holds(self, sequence_id: int, position: int) -> bool:
+    def holds(self, sequence_id, position):
         return self._states.holds(sequence_id, position)
 
-    def save(self, sequence_id: int, position: int, slot: int) -> None:
+    def save(self, sequence_id, position, slot):
         view = state_views(self._slots[slot], LAYOUT.states)[STATE]
         view.copy_(self._states.at(sequence_id, position)[STATE])
 
-    def resume(self, sequence_id: int, position: int, slot: int) -> None:
+    def resume(self, sequence_id, position, slot):
         view = state_views(self._slots[slot], LAYOUT.states)[STATE]
         self._states.put(sequence_id, position, {STATE: view.clone()})
 
@@ -97,15 +92,7 @@ class StatefulRunner(ChainRunner):
 class World:
     """An engine driven turn by turn over tiers in memory, which outlive it."""
 
-    def __init__(
-        self,
-        seed: int,
-        device_blocks: int,
-        slots: int,
-        fault_rate: float,
-        below: int = 300,
-        window: int | None = None,
-    ) -> None:
+    def __init__(self, seed, device_blocks, slots, fault_rate, below=300, window=None):
         self.chance = random.Random(seed)
         self.window = window
         self.layout = replace(chain_layout(BLOCK, window), states=STATES)
@@ -125,14 +112,14 @@ class World:
                 for most, layout in ((300, self.layout), (below, self.layout.checkpoint))
             ]
         )
-        self.asked: dict[str, tuple[list[int], int, int]] = {}
-        self.answers: dict[str, dict[int, list[int]]] = {}
-        self.ended: dict[str, FinishReason | None] = {}
+        self.asked = {}
+        self.answers = {}
+        self.ended = {}
         self.hits = 0
         self.uncounted = 0  # requests whose hits and misses are not their prompt
         self.open()
 
-    def open(self) -> None:
+    def open(self):
         """Start an engine over the tiers, with empty memory."""
         layout = self.layout
         states = self._slots * layout.checkpoint.nbytes
@@ -163,9 +150,7 @@ class World:
             self.runner, self.cache, EngineSettings(scheduler=scheduler), self._take
         )
 
-    def submit(
-        self, prompt: Seq[int], max_tokens: int, n: int, keeps: tuple[int, ...] = ()
-    ) -> None:
+    def submit(self, prompt, max_tokens, n, keeps=()):
         name = str(len(self.asked))
         self.asked[name] = list(prompt), max_tokens, n
         self.answers[name] = {index: [] for index in range(n)}
@@ -180,13 +165,13 @@ class World:
         )
         self.engine.submit(request)
 
-    def abort(self, name: str) -> None:
+    def abort(self, name):
         self.engine.abort(name)
 
-    def purge(self) -> "Future[Purged]":
+    def purge(self):
         return self.cache.operations.purge([CacheScope(layout=LAYOUT.digest()).root()])
 
-    def purge_all(self) -> None:
+    def purge_all(self):
         """While requests run, which end exactly and leave nothing in either group."""
         self.turn()
         purged = self.purge()
@@ -200,7 +185,7 @@ class World:
         assert [0, 0] == [len(group.index) for group in self.groups]
         assert [0, 0] == [tier.stats().num_blocks for tier in self.tiers]
 
-    def _take(self, outputs: Seq[StepOutput]) -> None:
+    def _take(self, outputs):
         for output in outputs:
             self.answers[output.request_id][output.index] += output.tokens
             if output.last:
@@ -210,12 +195,12 @@ class World:
                     self.uncounted += len(prompt) != counts.hit + counts.miss
                 self.hits += output.counts.hit
 
-    def turn(self) -> None:
+    def turn(self):
         self.engine.turn()
         for mover in self.movers:
             mover.run(self.chance.randrange(4))
 
-    def finish(self) -> None:
+    def finish(self):
         """Run until every request has ended, and compare what it got."""
         for _ in range(3000):
             if len(self.ended) == len(self.asked):
@@ -234,7 +219,7 @@ class World:
             group.residency.check()
             assert all(block.ref_count == 0 for block in group.index)
 
-    def restart(self) -> None:
+    def restart(self):
         self.finish()
         self.cache.flush(0)
         for mover in self.movers:
@@ -242,7 +227,7 @@ class World:
         self.engine.turn()
         self.open()
 
-    def evict(self, group: int, tier: str, number: int) -> None:
+    def evict(self, group, tier, number):
         """Take one part from one tier, if nobody needs it."""
         cache = self.groups[group]
         if tier == "disk":
@@ -250,7 +235,7 @@ class World:
             if keys:
                 self.tiers[group].discard([keys[number % len(keys)]])
             return
-        blocks: list[Block] = [b for b in cache.index if not b.ref_count and not b.busy]
+        blocks = [b for b in cache.index if not b.ref_count and not b.busy]
         blocks = [b for b in blocks if (b.slot if tier == "device" else b.frame) is not None]
         if blocks:
             block = blocks[number % len(blocks)]
@@ -310,13 +295,13 @@ class Replay:
     """Blocks and checkpoints, each kind under LRU in its own room. Checkpoints are taken where the
     server's rule says."""
 
-    def __init__(self, device_blocks: int, slots: int) -> None:
+    def __init__(self, device_blocks, slots):
         self._device_blocks, self._slots = device_blocks, slots
-        self._blocks: dict[PrefixKey, None] = {}  # the oldest first
-        self._states: dict[PrefixKey, None] = {}
+        self._blocks = {}  # the oldest first
+        self._states = {}
         self._worth = worth_blocks(LAYOUT.checkpoint.nbytes, LAYOUT.nbytes)
 
-    def serve(self, keys: Seq[PrefixKey], num_tokens: int) -> int:
+    def serve(self, keys, num_tokens):
         """Tokens of the prompt that hit. `keys` are of its blocks and of those of its answer."""
         full, end = num_tokens // BLOCK, prompt_end(num_tokens, BLOCK)
         held = next((n for n in range(full) if keys[n] not in self._blocks), full)
@@ -359,7 +344,7 @@ def test_served_and_replayed_hits_agree():
 TRUNKS = [[(7 * i * i + 5 * t + i) % 50 for i in range(60)] for t in range(3)]
 
 
-def ask_on(world: World, chance: random.Random) -> None:
+def ask_on(world, chance):
     """A prompt that begins as others do, or the next turn of an answered one, or that one again."""
     ended = [name for name, why in world.ended.items() if why is FinishReason.LENGTH]
     if ended and chance.random() < 0.4:

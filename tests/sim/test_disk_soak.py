@@ -6,7 +6,6 @@ suite runs a few short lives, and `pytest -m slow` long ones.
 """
 
 import random
-from pathlib import Path
 
 import pytest
 
@@ -26,7 +25,6 @@ from tiers.blocks.layout import BlockLayout
 from tiers.disk.inspection.verify import verify_all
 from tiers.disk.open import open_disk
 from tiers.disk.settings import DiskSettings
-from tiers.disk.tier import DiskTier
 from tiers.errors import MissReason
 
 LAYOUT = BlockLayout.uniform(
@@ -38,7 +36,7 @@ CHAIN_BLOCKS = 8
 ERRORS = [io_error, disk_full, map_full]
 
 
-def disk_usage(root: Path) -> int:
+def disk_usage(root):
     """What `du` says of the folder."""
     return sum(path.stat().st_blocks * 512 for path in [root, *root.rglob("*")])
 
@@ -46,7 +44,7 @@ def disk_usage(root: Path) -> int:
 class Life:
     """One seeded run of one tier in one folder."""
 
-    def __init__(self, seed: int, root: Path) -> None:
+    def __init__(self, seed, root):
         self.random = random.Random(seed)
         self.root = root
         self.now_s = 1_700_000_000.0
@@ -62,7 +60,7 @@ class Life:
         self.num_hits = 0
         self.tier = self.open()
 
-    def open(self) -> DiskTier:
+    def open(self):
         return open_disk(
             self.root,
             LAYOUT,
@@ -73,7 +71,7 @@ class Life:
             clock=lambda: self.now_s,
         )
 
-    def step(self) -> None:
+    def step(self):
         self.now_s += self.random.expovariate(1 / 20)
         work = self.random.choices(
             [self.store, self.load, self.discard, self.flush, self.restart, self.fault, self.purge],
@@ -84,13 +82,13 @@ class Life:
         assert stats.used_bytes <= stats.setting_bytes
         assert disk_usage(self.root) <= stats.setting_bytes
 
-    def blocks(self) -> list:
+    def blocks(self):
         number = int(NUM_CHAINS * self.random.random() ** 2)
         scope = self.scopes[number % 2]
         count = self.random.randint(1, CHAIN_BLOCKS)
         return chain(count, block_size=LAYOUT.block_size, seed=number, scope=scope)
 
-    def store(self) -> None:
+    def store(self):
         ids = self.blocks()
         for frame, block in zip(self.frames, ids, strict=False):
             fill(frame, block)
@@ -98,7 +96,7 @@ class Life:
         self.tier.store(ids, self.frames[: len(ids)])
         self.written_bytes += self.tier.stats().written_bytes - before
 
-    def load(self) -> None:
+    def load(self):
         ids = self.blocks()
         loaded = self.tier.load(ids, self.frames[: len(ids)])
         self.num_hits += loaded.num_blocks
@@ -106,23 +104,23 @@ class Life:
             assert holds(frame, block, self.frames[-1]), f"wrong bytes for {block.key.hex()}"
         assert loaded.reason in (None, MissReason.ABSENT, MissReason.IO_ERROR)
 
-    def discard(self) -> None:
+    def discard(self):
         self.tier.discard([block.key for block in self.blocks()])
 
-    def purge(self) -> None:
+    def purge(self):
         self.storage.arm(0)
         self.tier.purge([self.scopes[1].root()])
         with self.tier.view() as view:
             assert self.scopes[1].root() not in view.accounts()
 
-    def flush(self) -> None:
+    def flush(self):
         self.tier.flush()
 
-    def fault(self) -> None:
+    def fault(self):
         self.storage._error = self.random.choice(ERRORS)
         self.storage.arm(self.random.randint(1, 60), count=self.random.choice([1, 1, 3, 20]))
 
-    def restart(self) -> None:
+    def restart(self):
         """Close, or be abandoned as a killed process would leave it; then open again."""
         self.storage.arm(0)
         if self.random.random() < 0.5:
@@ -133,7 +131,7 @@ class Life:
             self.tier._lock.release()
         self.tier = self.open()
 
-    def end(self) -> None:
+    def end(self):
         """Sound, accounted for, and still of use."""
         self.storage.arm(0)
         with self.tier.view() as view:

@@ -3,8 +3,6 @@
 Each run is repeated with the first copy refused, then the second, and so on, to the last.
 """
 
-from collections.abc import Container
-
 import pytest
 
 from tests.sim.watched import Refusing
@@ -14,7 +12,7 @@ from tiers.errors import MissReason
 SHARED = [7] * 14
 
 
-def lived(refused: Container[int], *, window: int | None = None) -> Refusing:
+def lived(refused, *, window=None):
     """Prompts that share heads and part inside a block, in little room, some of them twice."""
     world = World(device_blocks=14, host_blocks=16, disk_blocks=60, window=window)
     refusing = Refusing(world.cache.pool, refused)

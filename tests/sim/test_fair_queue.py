@@ -4,7 +4,7 @@ from engine.scheduling.shares import part_of
 from tests.sim.world import World
 
 
-def turns_of(world: World, name: str) -> int:
+def turns_of(world, name):
     """Turns from now on until the request ends."""
     before = world.num_turns
     while name in world.live():
@@ -13,9 +13,7 @@ def turns_of(world: World, name: str) -> int:
     return world.num_turns - before
 
 
-def polite_turns(
-    num_storm: int, *, tokens: int = 24, storm: str = "storm", polite: str = "polite"
-) -> list[int]:
+def polite_turns(num_storm, *, tokens=24, storm="storm", polite="polite"):
     world = World(device_blocks=1500, max_running=16, step_tokens=16)
     for number in range(num_storm):
         prompt = [number % 50, number // 50, *range(tokens)]
@@ -99,7 +97,7 @@ def test_the_predicted_wait_is_close_to_the_actual_wait():
     world.engine._clock_ns = scheduler._clock_ns = lambda: now[0]
     scheduler._admission._clock_ns = scheduler._clock_ns
 
-    def turn() -> None:
+    def turn():
         now[0] += 10**8
         world.step()
 
@@ -125,8 +123,8 @@ def test_a_storm_waits_no_longer_than_predicted_while_others_go_on_asking():
     scheduler = world.engine._scheduler
     world.engine._clock_ns = scheduler._clock_ns = lambda: now[0]
     scheduler._admission._clock_ns = scheduler._clock_ns
-    sent: dict[str, float] = {}
-    waits: dict[str, float] = {}
+    sent = {}
+    waits = {}
     for turn in range(500):
         now[0] += 10**8
         for number in range(3):

@@ -3,9 +3,7 @@ that are named happen, and nothing is lost or had twice on the way."""
 
 import random
 from collections import Counter
-from collections.abc import Collection
 from contextlib import suppress
-from enum import IntEnum
 
 import pytest
 
@@ -13,7 +11,7 @@ from tests.sim.watched import LateCopies
 from tests.support.chain_runner import chain_layout
 from tests.support.memory_tier import MemoryTier, SteppedMover
 from tiers.blocks.chain import Chain
-from tiers.blocks.keys import CacheScope, PrefixKey
+from tiers.blocks.keys import CacheScope
 from tiers.cache import CacheSettings, TieredCache
 from tiers.errors import OutOfBlocks
 from tiers.memory.block import (
@@ -30,7 +28,6 @@ from tiers.memory.host_tier import HostTier
 from tiers.memory.write_queue import WriteQueue
 from tiers.policy.admission import WritePolicy
 from tiers.policy.retention import PinError
-from tiers.transfer.ticket import Ticket
 
 SIZE = 4  # tokens a block
 LAYOUT = chain_layout(SIZE)
@@ -40,7 +37,7 @@ ROOT = CacheScope(tenant=b"walk").root()
 class Walk:
     """Requests, pins, evictions, purges and a disk with faults, in any order."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed):
         self.chance = chance = random.Random(seed)
         self.now_s = 1000.0
         self.tier = MemoryTier(chance.choice((12, 60)), fault_rate=0.05, seed=seed)
@@ -60,29 +57,29 @@ class Walk:
         if chance.random() < 0.5:
             LateCopies(self.cache.pool, chance)
         self.cache.on_purge(self._detach)
-        self.tickets: list[Ticket] = []
-        self.running: list[tuple[Chain, list[Block], int]] = []  # the number that is computed
+        self.tickets = []
+        self.running = []  # the number that is computed
 
-    def chain(self) -> Chain:
+    def chain(self):
         """One of a few prompts, which begin alike."""
         kind = self.chance.randrange(12)
         length = self.chance.randint(1, 6 * SIZE)
         tokens = [9, 9, 9, 9, *(kind for _ in range(length))]
         return Chain(ROOT, tokens, SIZE)
 
-    def open(self) -> None:
+    def open(self):
         if len(self.tickets) < 4:
             self.tickets.append(self.cache.open(self.chain()))
 
-    def advance(self) -> None:
+    def advance(self):
         for ticket in self.tickets:
             self.cache.advance(ticket)
 
-    def close(self) -> None:
+    def close(self):
         if self.tickets:
             self.cache.close_ticket(self.tickets.pop())
 
-    def begin(self) -> None:
+    def begin(self):
         """A ticket whose blocks are all on the device becomes a running sequence."""
         for ticket in self.tickets:
             ready = all(block.slot is not None for block in ticket.blocks)
@@ -93,7 +90,7 @@ class Walk:
                 self.running.append((ticket.chain, blocks, len(ticket.blocks)))
                 return
 
-    def compute(self) -> None:
+    def compute(self):
         """Every running sequence fills its next block, or gives up where there is no slot."""
         tables = self.cache.tables
         for place, (chain, blocks, number) in enumerate(self.running):
@@ -108,32 +105,32 @@ class Walk:
                 self.end(place)
                 return
 
-    def end(self, place: int = 0) -> None:
+    def end(self, place=0):
         if self.running:
             chain, blocks, number = self.running.pop(place)
             self.cache.tables.release(chain, blocks, min(number * SIZE, chain.num_tokens))
 
-    def pin(self) -> None:
+    def pin(self):
         with suppress(PinError):  # too much is pinned already
             self.cache.operations.pin(f"p{self.chance.randrange(3)}", self.chain(), self.now_s + 20)
 
-    def purge(self) -> None:
+    def purge(self):
         self.cache.operations.purge([ROOT])
 
-    def _detach(self, roots: Collection[PrefixKey]) -> None:
+    def _detach(self, roots):
         for chain, _, _ in self.running:
             chain.private = True
         while self.tickets:
             self.close()
 
-    def evict(self) -> None:
+    def evict(self):
         self.cache.operations.evict(self.chain().keys)
 
-    def step(self) -> None:
+    def step(self):
         self.now_s += 1.0
         self.cache.step()
 
-    def turn(self) -> None:
+    def turn(self):
         """Mostly things go on as they do in a server."""
         for do in (self.disk, self.step, self.advance, self.begin, self.compute, self.end):
             if self.chance.random() < 0.8:
@@ -141,12 +138,12 @@ class Walk:
         if self.chance.random() < 0.02:
             self.close()
 
-    def disk(self) -> None:
+    def disk(self):
         self.mover.run(self.chance.randrange(8))
 
-    def check(self) -> None:
+    def check(self):
         """Slots and frames are conserved, and each block's references are those of its owners."""
-        refs: Counter[Block] = Counter()
+        refs = Counter()
         for ticket in self.tickets:
             refs.update(ticket.blocks)
         for _, blocks, _ in self.running:
@@ -160,7 +157,7 @@ class Walk:
         slots = sum(block.slot is not None for block in private)
         self.cache.residency.check(slots, leaving)
 
-    def finish(self) -> None:
+    def finish(self):
         while self.tickets:
             self.close()
         while self.running:
@@ -172,9 +169,9 @@ class Walk:
 
 
 @pytest.fixture
-def moved(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+def moved(monkeypatch):
     """Counts the transitions."""
-    seen: Counter[str] = Counter()
+    seen = Counter()
     for owner, name in ((DeviceTier, "device"), (HostTier, "host"), (WriteQueue, "below")):
         monkeypatch.setattr(owner, "_move", _watch(owner._move, name, seen))
     return seen
@@ -188,7 +185,7 @@ def _watch(move, name, seen):
     return watched
 
 
-def _named(old: IntEnum, new: IntEnum) -> str:
+def _named(old, new):
     return f"{old!r} to {new!r}"  # the numbers of three enumerations would be the same
 
 

@@ -2,7 +2,6 @@
 
 from array import array
 from collections import Counter
-from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -11,12 +10,9 @@ from tests.support.memory_tier import MemoryTier, SteppedMover
 from tests.support.served import LAYOUT, ROOT, TOKENS, replay_trace, serve, whole
 from tests.support.workloads import Load, agents, chat, documents, make_trace
 from tiers.blocks.chain import Chain
-from tiers.blocks.frames import Frame
-from tiers.blocks.keys import BlockId
 from tiers.cache import CacheSettings, TieredCache
-from tiers.replay.trace import Trace
 from tiers.telemetry.events import CacheEvent
-from tiers.tier import Loaded, TierName
+from tiers.tier import TierName
 
 POINTS = 0.5  # percent of the prompt tokens
 LOADS: dict[str, list[Load]] = {
@@ -28,7 +24,7 @@ LOADS: dict[str, list[Load]] = {
 class LruTier(MemoryTier):
     """The disk's order: a load makes blocks the last to leave, the head after the tail."""
 
-    def load(self, ids: Sequence[BlockId], into: Sequence[Frame]) -> Loaded:
+    def load(self, ids, into):
         loaded = super().load(ids, into)
         for block in reversed(ids[: loaded.num_blocks]):
             self._blocks.move_to_end(block.key)
@@ -38,7 +34,7 @@ class LruTier(MemoryTier):
 class PromptCache(TieredCache):
     """A cache whose disk has done everything that it was given by the next step."""
 
-    def step(self) -> None:
+    def step(self):
         mover = self._mover
         assert isinstance(mover, SteppedMover)
         mover.run(1_000)
@@ -62,7 +58,7 @@ def test_the_tiers_serve_what_their_replay_says_and_lose_nothing(load):
     assert lost == 0
 
 
-def serve_from_memory(trace: Trace, sizes: Sequence[int]) -> tuple[Counter[TierName], int]:
+def serve_from_memory(trace, sizes):
     """Hit tokens by tier, and blocks lost, over a disk in memory."""
     tier = LruTier(sizes[2], block_bytes=LAYOUT.nbytes)
     cache = PromptCache(
@@ -75,8 +71,8 @@ def serve_from_memory(trace: Trace, sizes: Sequence[int]) -> tuple[Counter[TierN
         disk=tier,
         mover=SteppedMover(tier, fail_rate=0.0, max_jobs=64),
     )
-    served: Counter[TierName] = Counter()
-    numbers: dict[Hashable, int] = {}
+    served = Counter()
+    numbers = {}
     for request in trace.requests:
         tokens = array("i")
         for block in request.blocks:

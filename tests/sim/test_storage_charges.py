@@ -1,10 +1,7 @@
 """Hours of pins are charged once each: over restarts, crashes, ends, and empty balances."""
 
 import random
-from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,16 +13,15 @@ from cachesvc.operator.operator import CacheOperator
 from cachesvc.operator.scopes import Payer
 from cachesvc.operator.storage_meter import HOUR_S, StorageMeter, spans_begun
 from tests.support.admin import RecordingTrail
-from tests.support.billing import ManualClock, TestLedger, running_ledger
+from tests.support.billing import ManualClock, running_ledger
 from tests.support.chain_runner import chain_layout
 from tests.support.memory_tier import MemoryTier, SteppedMover
 from tiers.blocks.chain import Chain
-from tiers.blocks.keys import CacheScope, PrefixKey
+from tiers.blocks.keys import CacheScope
 from tiers.cache import CacheSettings, TieredCache
 from tiers.disk.pin_file import load_pins
-from tiers.operations.face import CacheOperations
 from tiers.operations.pins import MAX_CACHES
-from tiers.policy.retention import Pin, PinError
+from tiers.policy.retention import PinError
 
 BLOCK = 4
 LAYOUT = chain_layout(BLOCK)
@@ -50,7 +46,7 @@ storage = "1"
 class Life:
     """One life of a server over a folder: a cache with pins, a meter, and the operator of both."""
 
-    def __init__(self, folder: Path, money: TestLedger) -> None:
+    def __init__(self, folder, money):
         self.clock, self.trail = money.clock, RecordingTrail()
         tier = MemoryTier(64, block_bytes=LAYOUT.nbytes)
         self.mover = SteppedMover(tier)
@@ -73,52 +69,50 @@ class Life:
             pins=load_pins(folder),
             clock=self.now_s,
         )
-        signer: Any = None
+        signer = None
         self.hands = CacheOperator(
             self.call, self.call, BLOCK, folder, signer, self.meter, self.now_s
         )
 
-    def now_s(self) -> float:
+    def now_s(self):
         return self.clock() / NS
 
-    def call(self, function: Callable[[CacheOperations], Any]) -> "Future[Any]":
-        future: Future[Any] = Future()
+    def call(self, function):
+        future = Future()
         future.set_result(function(self.tiers.operations))
         self.mover.run(100)
         return future
 
-    async def pin(
-        self, name: str, num_blocks: int, hours: float, scope: PrefixKey = ROOT
-    ) -> Pin[PrefixKey]:
+    async def pin(self, name, num_blocks, hours, scope=ROOT):
         prefix = Chain(scope, range(num_blocks * BLOCK), BLOCK)
         return await self.hands.pin(name, prefix, self.now_s() + hours * HOUR_S, "hot")
 
-    async def wait(self, seconds: int) -> None:
+    async def wait(self, seconds):
         """Time passes; the cache ends pins whose time is over, the meter looks."""
         self.clock.advance(seconds)
         self.call(lambda _: self.tiers.step())
         await self.meter.settle()
 
-    def names(self) -> list[str]:
+    def names(self):
         return sorted(pin.name for pin in self.tiers.operations.pins())
 
 
 @pytest.fixture
-def url(tmp_path: Path) -> str:
+def url(tmp_path):
     return f"sqlite:///{tmp_path}/ledger.db"
 
 
-def apply(money: TestLedger, text: str = PRICED) -> None:
+def apply(money, text=PRICED):
     money.accounts.apply_card(parse_card(text), by="test")
 
 
-def charges(money: TestLedger) -> dict[str, int]:
+def charges(money):
     """Units by request id, with their corrections; the ledger proves."""
     proof = verify(money.ledger.store)
     assert proof.ok, proof.problems
     with money.ledger.store.reading() as connection:
         entries = list(stream_entries(connection, "acme"))
-    sums: dict[str, int] = {}
+    sums = {}
     for entry in entries:
         if entry.request_id.removeprefix("late:").startswith("pin:"):
             name = entry.request_id.removeprefix("late:")
@@ -126,7 +120,7 @@ def charges(money: TestLedger) -> dict[str, int]:
     return sums
 
 
-def total(pins: Iterable[tuple[Pin[PrefixKey], float]]) -> int:
+def total(pins):
     """What started hours until a moment come to."""
     return sum(pin.num_tokens * spans_begun(pin, end_s, HOUR_S) * RATE for pin, end_s in pins)
 
@@ -184,7 +178,7 @@ async def test_a_tenant_causes_one_entry_a_minute_for_each_of_64_caches(tmp_path
         money.fund(10**12)
         life = Life(tmp_path, money)
 
-        async def make(name: str) -> None:
+        async def make(name):
             ends_s = life.now_s() + 2 * HOUR_S
             await life.hands.pin(name, Chain(ROOT, range(BLOCK), BLOCK), ends_s, "", owner="acme")
 
@@ -205,8 +199,8 @@ async def test_a_tenant_causes_one_entry_a_minute_for_each_of_64_caches(tmp_path
 
 @pytest.mark.parametrize(("first", "then"), [(PRICED, BY_MINUTE), (BY_MINUTE, PRICED)])
 async def test_a_pin_changes_between_hours_and_minutes_as_an_hour_begins(
-    tmp_path: Path, url: str, first: str, then: str
-) -> None:
+    tmp_path, url, first, then
+):
     """The new card begins within the first hour; what it sells begins with the second."""
     with running_ledger(url) as money:
         apply(money, first)
@@ -282,7 +276,7 @@ async def test_a_crash_between_hold_and_charge_loses_no_hour(tmp_path, url):
             assert sum(charges(money).values()) == 12 * RATE
 
 
-def _die(*_: object, **__: object) -> None:
+def _die(*_, **__):
     raise ConnectionError("killed")
 
 
@@ -290,7 +284,7 @@ def _die(*_: object, **__: object) -> None:
 async def test_the_sum_is_tokens_times_hours_times_rate_whatever_the_restarts(tmp_path, url, seed):
     """Pins come, go, end and are replaced at random; the server is killed and started at random."""
     chance, clock = random.Random(seed), ManualClock()
-    ended: list[tuple[Pin[PrefixKey], float]] = []
+    ended = []
     for number in range(8):
         with running_ledger(url, clock=clock) as money:
             if not number:

@@ -16,7 +16,6 @@ import random
 import time
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -33,21 +32,20 @@ from api.app import create_app
 from api.requests.bridge import OutputBridge
 from billing.budgets import remove_budget, set_budget
 from billing.errors import CardConflict, UnknownBudget
-from billing.gate.entries import Entry, Kind
+from billing.gate.entries import Kind
 from billing.gate.limits import SpendLimit
 from billing.gate.outcomes import Outcome
 from billing.prices.cards import parse_card
 from billing.proof import audit
 from billing.store import reports
 from billing.usage import EMPTY, Usage
-from engine.batch import Batch, Sampled
 from engine.engine import Engine
 from engine.errors import InvalidParameter
-from engine.request import FinishReason, Request, StepOutput
+from engine.request import FinishReason
 from engine.scheduling.group import seed_of
 from engine.scheduling.settings import SchedulerSettings
 from engine.settings import EngineSettings
-from engine.structure import GrammarSource, StructuredOutputs, source_of
+from engine.structure import StructuredOutputs, source_of
 from tests.api.bank import Bank
 from tests.api.conftest import quiet
 from tests.api.driver import Visit
@@ -67,18 +65,18 @@ POISON = 255  # a prompt that begins with this token cannot be computed
 REFUSED = {400, 402, 403, 409, 429, 503}
 
 
-def rule_of(regex: str) -> GrammarSource:
+def rule_of(regex):
     return source_of(StructuredOutputs(regex=regex))
 
 
-def _number(source: GrammarSource) -> int:
+def _number(source):
     return zlib.crc32(source.text.encode())
 
 
 class Grammars:
     """Compiles a source to a grammar drawn by its text; a part of them cannot be compiled."""
 
-    def compile(self, source: GrammarSource) -> RandomGrammar:
+    def compile(self, source):
         number = _number(source)
         if number % 5 == 0:
             raise InvalidParameter("nothing matches this", param=source.field)
@@ -88,12 +86,12 @@ class Grammars:
 class Faulty(ChainRunner):
     """Fails where `POISON` begins a prompt, and now and then for a whole step."""
 
-    def __init__(self, cache: TieredCache, chance: random.Random) -> None:
+    def __init__(self, cache, chance):
         super().__init__(cache.pool.tensor)
         self._chance = random.Random(chance.random())
-        self._poisoned: set[int] = set()
+        self._poisoned = set()
 
-    def step(self, batch: Batch) -> list[Sampled]:
+    def step(self, batch):
         for span in batch.spans:
             if span.start == 0 and span.tokens[0] == POISON:
                 self._poisoned.add(span.sequence_id)
@@ -107,11 +105,11 @@ class Faulty(ChainRunner):
 class Noting(Engine):
     """Notes what it was asked, and what it has answered."""
 
-    def __init__(self, cache: TieredCache, bridge: OutputBridge, chance: random.Random) -> None:
-        self.requests: dict[str, Request] = {}
-        self.outputs: dict[str, list[StepOutput]] = defaultdict(list)
+    def __init__(self, cache, bridge, chance):
+        self.requests = {}
+        self.outputs = defaultdict(list)
 
-        def take(outputs: Sequence[StepOutput]) -> None:
+        def take(outputs):
             for output in outputs:
                 self.outputs[output.request_id].append(output)
             bridge.deliver(outputs)
@@ -122,19 +120,19 @@ class Noting(Engine):
         )
         super().__init__(Faulty(cache, chance), cache, settings, take)
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request):
         super().submit(request)
         self.requests[request.request_id] = request
 
     @property
-    def num_running(self) -> int:
+    def num_running(self):
         return len(self._answers.groups)
 
 
 class Life:
     """One server, and what its clients asked and got. Use as a context."""
 
-    def __init__(self, seed: int, folder: Path) -> None:
+    def __init__(self, seed, folder):
         self.chance = chance = random.Random(seed * 6271 + 3)
         self.bank = Bank(folder, slice_tokens=chance.choice((2, 4, 64)))
         layout = chain_layout(BLOCK)
@@ -182,10 +180,10 @@ class Life:
         self._acts = (self._change_price, self._limit, self._suspend)
         self._num_cards = 1
         self._stops = chance.random() < 0.3
-        self.said: Counter[str] = Counter()
-        self.statuses: Counter[int] = Counter()
+        self.said = Counter()
+        self.statuses = Counter()
 
-    async def run(self, num_requests: int) -> None:
+    async def run(self, num_requests):
         app = create_app(self.house.wire)
         self.engine.start()
         try:
@@ -206,12 +204,12 @@ class Life:
             self.engine.close()
         self._check()
 
-    def close(self) -> None:
+    def close(self):
         self.house.wire.inference.encoders.close()
         self.cache.close()
         self.bank.close()
 
-    def _operate(self) -> None:
+    def _operate(self):
         roots = {request.scope.root() for request in self.engine.requests.values()}
         if not roots:
             return
@@ -222,7 +220,7 @@ class Life:
             keys = [block.key for block in [*self.cache.index] if block.scope == root]
             self.engine.call(lambda cache: cache.evict([key for key in keys if key is not None]))
 
-    def _change_price(self) -> None:
+    def _change_price(self):
         """New requests have it; those under way keep theirs, as the audit finds out."""
         self._num_cards += 1
         moment = datetime.fromtimestamp(time.time() + self.chance.choice((0, 0, 0.01)), UTC)
@@ -235,7 +233,7 @@ class Life:
         with contextlib.suppress(CardConflict):
             self.bank.accounts.apply_card(parse_card(text), by="test")
 
-    def _limit(self) -> None:
+    def _limit(self):
         """A hard limit comes, changes or goes."""
         accounts, now_ns = self.bank.accounts, time.time_ns()
         if self.chance.random() < 0.3:
@@ -246,10 +244,10 @@ class Life:
         budget = SpendLimit(name="cap", tenant="acme", amount=amount)
         set_budget(accounts, budget, by="test", now_ns=now_ns, reason="test")
 
-    def _suspend(self) -> None:
+    def _suspend(self):
         self.bank.accounts.set_suspended("bolt", self.chance.random() < 0.3, by="test")
 
-    async def _client(self, app: Any, number: int) -> None:
+    async def _client(self, app, number):
         """One request, as often as its client sends it."""
         chance = self.chance
         tenant, (path, body) = chance.choice(list(TENANTS)), self._body(number)
@@ -281,7 +279,7 @@ class Life:
             if visit.messages:
                 self._take(visit, body, left=leaves_s is not None and visit is visits[0])
 
-    async def _ask_what_cannot_be(self, app: Any) -> None:
+    async def _ask_what_cannot_be(self, app):
         """Once nobody else asks: others with such a grammar may be refused for something else."""
         regex = next(each for each in map(str, range(99)) if not _number(rule_of(each)) % 5)
         body = {
@@ -294,9 +292,9 @@ class Life:
         await visit.task
         self._take(visit, body, left=False)
 
-    def _body(self, number: int) -> tuple[str, dict[str, Any]]:
+    def _body(self, number):
         chance = self.chance
-        body: dict[str, Any] = {
+        body = {
             "model": "bytes",
             "max_tokens": chance.choice((1, 2, 5, 12, 30)),
             "seed": chance.choice((None, 1, 2)),
@@ -315,14 +313,14 @@ class Life:
         if chance.random() < 0.3:
             said = [{"role": "user", "content": text}]
             return "/v1/chat/completions", body | {"messages": said}
-        prompts: Any = list(text.encode())
+        prompts = list(text.encode())
         if chance.random() < 0.05:
             prompts = [POISON, *prompts]
         elif chance.random() < 0.2:
             prompts = [prompts, [*prompts, number % 50]]
         return "/v1/completions", body | {"prompt": prompts}
 
-    def _take(self, visit: Visit, body: dict[str, Any], *, left: bool) -> None:
+    def _take(self, visit, body, *, left):
         """What a client was told agrees with what the engine has made."""
         status = visit.messages[0]["status"]
         self.statuses[status] += 1
@@ -335,7 +333,7 @@ class Life:
         else:
             parts = [json.loads(visit.text)] if visit.text else []
         told = Counter[str]()
-        texts: dict[int, str] = defaultdict(str)
+        texts = defaultdict(str)
         for part in parts:
             if part.get("error"):
                 return
@@ -355,28 +353,28 @@ class Life:
         assert self._computed(name).prompt == entry.prompt
         assert entry.output <= self._computed(name).output
 
-    def _ids(self, name: str) -> list[str]:
+    def _ids(self, name):
         """The engine's requests of a request."""
         return [each for each in self.engine.requests if each.partition(".")[0] == name]
 
-    def _tokens(self, engine_id: str, index: int) -> list[int]:
+    def _tokens(self, engine_id, index):
         outputs = self.engine.outputs[engine_id]
         return [token for each in outputs if each.index == index for token in each.tokens]
 
-    def _computed(self, name: str) -> Usage:
+    def _computed(self, name):
         ends = [self.engine.outputs[each][-1].counts for each in self._ids(name)]
         return sum(map(Usage.from_counts, ends), EMPTY)
 
     # After the life.
 
-    def _check(self) -> None:
+    def _check(self):
         for engine_id, request in self.engine.requests.items():
             self._check_tokens(engine_id, request)
         self._check_ledger()
         assert not self.places._running, "a place was not given back"
         self.cache.operations.check()
 
-    def _check_tokens(self, engine_id: str, request: Request) -> None:
+    def _check_tokens(self, engine_id, request):
         """Each sequence has the tokens of a cold run, or a beginning of them."""
         outputs = self.engine.outputs[engine_id]
         assert [engine_id] == [each.request_id for each in outputs if each.last]
@@ -397,20 +395,20 @@ class Life:
             if whole and not self._stops and not self._was_cut(engine_id):
                 assert got == expected, engine_id
 
-    def _was_cut(self, engine_id: str) -> bool:
+    def _was_cut(self, engine_id):
         """Money ended it, or its client."""
         charge = self.charges[engine_id.partition(".")[0]]
         return Outcome.FINISHED is not Outcome(charge.details["outcome"])
 
     @property
-    def charges(self) -> dict[str, Entry]:
+    def charges(self):
         if not hasattr(self, "_charges"):
             found = self.bank.charges()
             assert len(found) == len({entry.request_id for entry in found}), "charged twice"
             self._charges = {entry.request_id: entry for entry in found}
         return self._charges
 
-    def _check_ledger(self) -> None:
+    def _check_ledger(self):
         taken = {engine_id.partition(".")[0] for engine_id in self.engine.requests}
         assert taken <= self.charges.keys()
         for name in self.charges.keys() - taken:  # the server gave it up after its hold was taken
@@ -445,23 +443,21 @@ class Life:
         assert [] == audit.verify(self.bank.store).problems
 
 
-async def lived(seed: int, folder: Path, num_requests: int = 40) -> Counter[int]:
+async def lived(seed, folder, num_requests=40):
     with contextlib.closing(Life(seed, folder)) as life:
         await life.run(num_requests)
         return life.statuses
 
 
 @pytest.mark.parametrize("first", range(0, 6, 3))
-async def test_whoever_comes_is_answered_exactly_and_billed_once(
-    first: int, tmp_path: Path
-) -> None:
-    statuses: Counter[int] = Counter()
+async def test_whoever_comes_is_answered_exactly_and_billed_once(first, tmp_path):
+    statuses = Counter()
     for seed in range(first, first + 3):
         statuses += await lived(seed, tmp_path / str(seed))
     assert {200, 400, 402, 429} <= statuses.keys(), statuses
 
 
-def _live(seed: int) -> None:
+def _live(seed):
     with TemporaryDirectory() as folder:
         asyncio.run(lived(seed, Path(folder)))
 

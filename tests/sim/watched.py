@@ -5,25 +5,17 @@ makes copies between device and host arrive when they please.
 """
 
 import math
-import random
 from collections import Counter
-from collections.abc import Callable, Container
-from collections.abc import Sequence as Seq
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
 
-from engine.batch import Batch, Sampled, Span
+from engine.batch import Batch
 from engine.execution.sampler import Sampler
-from engine.scheduling.sequence import Sequence
 from tests.support.chain_runner import ChainRunner, advance, before, content_at
-from tiers.blocks.frames import Frame
-from tiers.blocks.keys import PrefixKey
 from tiers.blocks.part import Part
-from tiers.cache import TieredCache
-from tiers.memory.device import Copy, DevicePool
+from tiers.memory.device import Copy
 
 BLOCK = 4
 VOCAB_SIZE = 51  # the tokens that the model chooses among, and the end
@@ -40,30 +32,30 @@ class Watched(ChainRunner):
     halfway. Steps with a request of `poisoned` fail always; logits of `mad` are no numbers.
     """
 
-    def __init__(self, cache: TieredCache, sequence_of: Callable[[int], Sequence]) -> None:
+    def __init__(self, cache, sequence_of):
         super().__init__(cache.pool.tensor, adapters=ADAPTERS)
         self._cache = cache
         self._sequence_of = sequence_of
-        self._begun: set[int] = set()
-        self._proofs: dict[int, list[int]] = {}  # what each row of a running sequence must hold
+        self._begun = set()
+        self._proofs = {}  # what each row of a running sequence must hold
         self.num_checked = 0
-        self.rows: Counter[tuple[PrefixKey, int, int]] = Counter()
-        self.prompt_tokens: Counter[str] = Counter()
-        self.wrong: AssertionError | None = None  # the engine takes it for a failure of the step
+        self.rows = Counter()
+        self.prompt_tokens = Counter()
+        self.wrong = None  # the engine takes it for a failure of the step
         self.broken = False
-        self.poisoned: set[str] = set()
-        self.mad: set[str] = set()
+        self.poisoned = set()
+        self.mad = set()
         self.copies_fail = False  # then a block may stand and be computed again
         self._sampler = Sampler(frozenset({VOCAB_SIZE - 1}))
 
-    def step(self, batch: Batch) -> list[Sampled]:
+    def step(self, batch):
         try:
             return self._step(batch)
         except AssertionError as error:
             self.wrong = error
             raise
 
-    def _step(self, batch: Batch) -> list[Sampled]:
+    def _step(self, batch):
         for span in batch.spans:
             if span.sequence_id not in self._begun:
                 self._begun.add(span.sequence_id)
@@ -82,10 +74,10 @@ class Watched(ChainRunner):
             self._note(span, self._sequence_of(span.sequence_id))
         return sampled
 
-    def _name(self, span: Span) -> str:
+    def _name(self, span):
         return self._sequence_of(span.sequence_id).request.request_id
 
-    def _through_sampler(self, batch: Batch, chosen: list[Sampled]) -> list[Sampled]:
+    def _through_sampler(self, batch, chosen):
         """The same choices made by the real sampler, of logits as extreme as they come."""
         spans = [span for span in batch.spans if span.sample]
         by_id = {one.sequence_id: one for one in chosen}
@@ -107,7 +99,7 @@ class Watched(ChainRunner):
                 by_id[span.sequence_id] = one
         return [by_id[span.sequence_id] for span in batch.spans]
 
-    def _prove(self, span: Span, sequence: Sequence) -> None:
+    def _prove(self, span, sequence):
         """Every row that attention read or wrote is the KV of the sequence's own prefix."""
         proofs = self._proofs.setdefault(span.sequence_id, [])
         end = span.start + len(span.tokens)
@@ -125,7 +117,7 @@ class Watched(ChainRunner):
         wrong = np.flatnonzero(differs.any(axis=1))
         assert not len(wrong), f"rows {wrong} of {sequence.request.request_id} are not its own"
 
-    def _note(self, span: Span, sequence: Sequence) -> None:
+    def _note(self, span, sequence):
         end = span.start + len(span.tokens)
         if sequence.index == 0:
             num_prompt = max(0, min(end, sequence.num_prompt) - span.start)
@@ -135,12 +127,12 @@ class Watched(ChainRunner):
                 row = sequence.chain.root, position, self._read(span, position)
                 self.rows[row] += 1
 
-    def forget(self, sequence_id: int) -> None:
+    def forget(self, sequence_id):
         super().forget(sequence_id)
         self._begun.discard(sequence_id)
         self._proofs.pop(sequence_id, None)
 
-    def _check(self, sequence: Sequence) -> None:
+    def _check(self, sequence):
         """The first block that it computes does not stand, and no other computes it now.
 
         Blocks beyond may: behind a gap, as where a load failed, nothing is looked for.
@@ -158,12 +150,12 @@ class Watched(ChainRunner):
 class LateCopy(Copy):
     """A copy whose bytes are there when it was asked after `patience` times, or in stream order."""
 
-    def __init__(self, patience: int, arrive: Callable[[], object]) -> None:
+    def __init__(self, patience, arrive):
         super().__init__()
         self._patience = patience
-        self._arrive: Callable[[], object] | None = arrive
+        self._arrive = arrive
 
-    def done(self) -> bool:
+    def done(self):
         self._patience -= 1
         if self._patience < 0:
             self.arrive()
@@ -171,7 +163,7 @@ class LateCopy(Copy):
 
     query = done  # as the pool asks an event
 
-    def arrive(self) -> None:
+    def arrive(self):
         if self._arrive is not None:
             self._arrive()
             self._arrive = None
@@ -181,15 +173,15 @@ class LateCopies:
     """Lets a pool's copies take their time, as streams do; what they go to holds noise until then,
     and what they come from is read at the very end. A device refuses a copy when it is begun."""
 
-    def __init__(self, pool: DevicePool, chance: random.Random) -> None:
+    def __init__(self, pool, chance):
         self._pool = pool
         self._chance = chance
-        self._down: dict[int, LateCopy] = {}  # the last one to each frame
+        self._down = {}  # the last one to each frame
         pool.copy_out = self._out  # type: ignore[method-assign]
         pool.copy_in = self._in  # type: ignore[method-assign]
         pool.settle = self._settle  # type: ignore[method-assign]
 
-    def _out(self, slot: int, frame: Frame) -> Copy:
+    def _out(self, slot, frame):
         self._pool._put([])
         self._settle(slot)
         target, rows = self._pool._pair(frame.tensor, self._pool.tensor[slot].clone(), frame.part)
@@ -198,7 +190,7 @@ class LateCopies:
         self._down[frame.number] = late
         return late
 
-    def _in(self, frames: Seq[Frame], slots: Seq[int], parts: Seq[Part] = ()) -> Copy:
+    def _in(self, frames, slots, parts=()):
         self._pool._put([])
         for frame in frames:
             if frame.number in self._down:
@@ -212,7 +204,7 @@ class LateCopies:
             pairs.append(self._pool._pair(self._pool.tensor[slot], frame.tensor, part))
             pairs[-1][0].view(torch.int32).fill_(0x0BAD)
 
-        def arrive() -> None:
+        def arrive():
             for target, source in pairs:
                 target.copy_(source)
 
@@ -221,7 +213,7 @@ class LateCopies:
         self._pool._arriving |= dict.fromkeys(numbers, late)  # type: ignore[arg-type]
         return late
 
-    def _settle(self, slot: int) -> None:
+    def _settle(self, slot):
         late = self._pool._arriving.pop(self._pool.places.whole_of(slot), None)
         if late is not None:
             late.arrive()  # type: ignore[attr-defined]
@@ -230,13 +222,13 @@ class LateCopies:
 class Refusing:
     """Counts a pool's copies, and refuses those whose numbers it is told."""
 
-    def __init__(self, pool: DevicePool, refused: Container[int]) -> None:
+    def __init__(self, pool, refused):
         self.num_copies = self.num_refused = 0
         self._put = pool._put
         self._refused = refused
         pool._put = self.put  # type: ignore[method-assign]
 
-    def put(self, pairs: Seq[tuple[torch.Tensor, torch.Tensor]], *how: Any) -> None:
+    def put(self, pairs, *how):
         """As the pool does, with one target that is not there."""
         number = self.num_copies
         self.num_copies += 1

@@ -9,25 +9,22 @@ waits for what nobody does. `tests.sim.life` draws what happens in it.
 import random
 from array import array
 from collections import Counter
-from collections.abc import Sequence as Seq
 from functools import partial
-from typing import Any
 
 from engine.bounds import check_params
 from engine.engine import Engine
-from engine.request import FinishReason, Request, SamplingParams, StepOutput, TokenCounts
+from engine.request import FinishReason, Request, SamplingParams
 from engine.scheduling.group import seed_of
 from engine.scheduling.sequence import SequenceState
 from engine.scheduling.settings import SchedulerSettings
 from engine.settings import EngineSettings
-from tests.sim.random_grammar import EOS, RandomGrammar
+from tests.sim.random_grammar import EOS
 from tests.sim.watched import ADAPTERS, BLOCK, VOCAB_SIZE, LateCopies, Watched
 from tests.support.chain_runner import advance, before, chain_layout, content_at, replay
 from tests.support.memory_tier import MemoryTier, SteppedMover
-from tiers.blocks.contents import Content
-from tiers.blocks.keys import CacheScope, PrefixKey
+from tiers.blocks.keys import CacheScope
 from tiers.cache import CacheSettings, TieredCache
-from tiers.memory.block import Block, BlockState
+from tiers.memory.block import BlockState
 from tiers.policy.admission import WritePolicy
 from tiers.policy.quota import QuotaShares
 from tiers.telemetry.events import CacheEvent, EventKind
@@ -45,24 +42,24 @@ class World:
     def __init__(
         self,
         *,
-        device_blocks: int = 24,
-        host_blocks: int = 32,
-        disk_blocks: int = 200,
-        fault_rate: float = 0.0,
-        seed: int = 0,
-        share_tails: bool = True,
-        write_policy: WritePolicy = WritePolicy.ON_EVICT,
-        max_running: int = 6,
-        step_tokens: int = 16,
-        jump_forward: bool = True,
-        host_moves: bool = False,
-        quotas: dict[PrefixKey, float] | None = None,
-        late_copies: bool = False,
-        window: int | None = None,
-        windowed: int = 1,
-        window_loss: float = 0.0,
-        tier: MemoryTier | None = None,
-    ) -> None:
+        device_blocks=24,
+        host_blocks=32,
+        disk_blocks=200,
+        fault_rate=0.0,
+        seed=0,
+        share_tails=True,
+        write_policy=WritePolicy.ON_EVICT,
+        max_running=6,
+        step_tokens=16,
+        jump_forward=True,
+        host_moves=False,
+        quotas=None,
+        late_copies=False,
+        window=None,
+        windowed=1,
+        window_loss=0.0,
+        tier=None,
+    ):
         """`quotas` are parts of every tier, by scope; with a `window` a second layer has it,
         or `windowed` ones. `tier`: a disk that another world has left."""
         layout = chain_layout(BLOCK, window, windowed=windowed)
@@ -101,7 +98,7 @@ class World:
         if late_copies:
             LateCopies(self.cache.pool, random.Random(seed))
         self.events = self.cache.stream.subscribe(capacity=1_000_000)
-        self.told: set[tuple[TierName, PrefixKey]] = set()
+        self.told = set()
         self.runner = Watched(self.cache, lambda number: self.engine._answers.sequences[number])
         scheduler = SchedulerSettings(
             max_running=max_running,
@@ -116,31 +113,31 @@ class World:
             check_params=partial(check_params, vocab_size=VOCAB_SIZE),
         )
         self.engine = Engine(self.runner, self.cache, settings, self._take)
-        self.grammars: dict[str, RandomGrammar] = {}
-        self.outputs: dict[str, list[StepOutput]] = {}
-        self.requests: dict[str, Request] = {}
+        self.grammars = {}
+        self.outputs = {}
+        self.requests = {}
         self.num_turns = 0
         self.disk_loses = False  # blocks, and tells nobody
-        self.turns: dict[str, int] = {}  # how many each request has taken so far
-        self.poor: set[str] = set()  # those whose money ran out
+        self.turns = {}  # how many each request has taken so far
+        self.poor = set()  # those whose money ran out
         self._idle = 0
 
     def submit(
         self,
-        name: str,
-        prompt: Seq[int],
-        max_tokens: int = 4,
-        n: int = 1,
-        tenant: bytes = b"",
-        cache: bool = True,
-        seed: int | None = None,
-        grammar: RandomGrammar | None = None,
-        prompt_logprobs: int | None = None,
-        adapter: str | None = None,
-        contents: tuple[Content, ...] = (),
-        sampling: dict[str, Any] | None = None,
-        share: str = "",
-    ) -> None:
+        name,
+        prompt,
+        max_tokens=4,
+        n=1,
+        tenant=b"",
+        cache=True,
+        seed=None,
+        grammar=None,
+        prompt_logprobs=None,
+        adapter=None,
+        contents=(),
+        sampling=None,
+        share="",
+    ):
         """`sampling` are further parameters; what the engine refuses leaves nothing behind."""
         digest = ADAPTERS[adapter] if adapter is not None else b""
         given = {
@@ -168,16 +165,16 @@ class World:
         if grammar is not None:
             self.grammars[name] = grammar
 
-    def run_out(self, name: str) -> None:
+    def run_out(self, name):
         """A request's money runs out, so that its sequences end one by one, begun or not."""
         self.poor.add(name)
         for index in range(self.requests[name].params.n):
             self.engine.abort(name, FinishReason.LENGTH, index)
 
-    def live(self) -> list[str]:
+    def live(self):
         return [name for name, outputs in self.outputs.items() if not _ended(outputs)]
 
-    def turn(self) -> bool:
+    def turn(self):
         """One turn of the engine; whether it computed anything."""
         computed = self.engine.turn()
         if self.runner.wrong is not None:
@@ -190,12 +187,12 @@ class World:
         self.check_claims()
         return computed
 
-    def step(self) -> None:
+    def step(self):
         """One turn, with every job of the disk done before it."""
         self.mover.run(100)
         self.turn()
 
-    def phase(self, name: str) -> str:
+    def phase(self, name):
         """Where a live request is on its way."""
         group = self.engine._answers.groups.get(name)
         if group is None:
@@ -205,7 +202,7 @@ class World:
             return "follows"
         return str(sequence.state)
 
-    def run(self, max_turns: int = 5000) -> None:
+    def run(self, max_turns=5000):
         """Step until every request has ended."""
         turns = 0
         while self.live():
@@ -214,19 +211,19 @@ class World:
             if not self.turn():
                 self.mover.run(2)
 
-    def tokens(self, name: str, index: int = 0) -> list[int]:
+    def tokens(self, name, index=0):
         return [t for o in self.outputs[name] if o.index == index for t in o.tokens]
 
-    def counts(self, name: str) -> TokenCounts:
+    def counts(self, name):
         return self.outputs[name][-1].counts
 
-    def ask(self, name: str, prompt: Seq[int], **asked: Any) -> TokenCounts:
+    def ask(self, name, prompt, **asked):
         """Submit a request, run until every one has ended, and give its counts."""
         self.submit(name, prompt, **asked)
         self.run()
         return self.counts(name)
 
-    def check(self) -> None:
+    def check(self):
         """Run to the end. Every request got a cold run's tokens, or a beginning of them if it was
         aborted, and nothing is left."""
         self.run()
@@ -263,7 +260,7 @@ class World:
                 _check_times([output for output in outputs if output.index == index])
         self.check_idle()
 
-    def _check_prompt_logprobs(self, name: str) -> None:
+    def _check_prompt_logprobs(self, name):
         """They are told once, of every prompt token but the first, from the true prefix."""
         told = [one for output in self.outputs[name] for one in output.prompt_logprobs]
         request = self.requests[name]
@@ -281,7 +278,7 @@ class World:
             assert got == expected
         assert self.outputs[name][-1].counts.hit == 0
 
-    def _cold(self, request: Request, index: int) -> list[int]:
+    def _cold(self, request, index):
         """The tokens of a cold, lone run."""
         params = request.params
         seed = params.seed
@@ -299,14 +296,14 @@ class World:
             contents=request.contents,
         )
 
-    def settle(self) -> None:
+    def settle(self):
         """Let everything under way end."""
         self.cache.step()
         while self.cache.is_moving or self.cache.residency.copies:
             self.mover.run(1000)
             self.cache.step()
 
-    def sink(self) -> None:
+    def sink(self):
         """Run to the end, and leave everything on the disk alone."""
         residency = self.cache.residency
         self.run()
@@ -319,16 +316,16 @@ class World:
             if block.frame is not None:
                 residency.evict_host(block)
 
-    def stands(self, keys: Seq[PrefixKey]) -> list[bool]:
+    def stands(self, keys):
         """Whether the KV of each block is in any tier."""
         blocks = [self.cache.index.get(key) for key in keys]
         above = [block is not None and block.state is BlockState.READY for block in blocks]
         return [a or b for a, b in zip(above, self.tier.held(keys), strict=True)]
 
-    def check_claims(self) -> None:
+    def check_claims(self):
         """Pins are those of tickets and sequences, and each announced block has who makes it."""
         scheduler = self.engine._scheduler
-        pins: Counter[Block] = Counter()
+        pins = Counter()
         writers = set()
         for sequence in scheduler.running:
             pins.update(sequence.blocks)
@@ -347,10 +344,10 @@ class World:
                 assert block.writer in writers, f"nobody computes {block}"
             assert block.state is not BlockState.LOADING or block in loading, block
 
-    def _blocks(self) -> list[Block]:
+    def _blocks(self):
         return [*self.cache.index, *self.cache.index.iter_partials()]
 
-    def check_idle(self) -> None:
+    def check_idle(self):
         """Nothing is in use, slots and frames are conserved, and nothing moves any more."""
         self.settle()
         assert not self.engine._scheduler.running
@@ -365,7 +362,7 @@ class World:
         assert held, "memory believes a block to be below that is not"
         self.check_events()
 
-    def check_still(self) -> None:
+    def check_still(self):
         """Once pins and ages have run out, an engine that nobody asks does nothing."""
         for _ in range(20):
             self.now_s += 100
@@ -378,7 +375,7 @@ class World:
         assert before == self.engine.stats()
         self.check_idle()
 
-    def check_events(self) -> None:
+    def check_events(self):
         """Who applies the events knows exactly what stands where."""
         for event in self.events.take():
             assert event.key is not None
@@ -394,19 +391,19 @@ class World:
         if not self.cache.settings.share_tails:  # what is partly filled leaves, and never came
             self._check_counters(Counter(tier for tier, _ in stands))
 
-    def _check_counters(self, stands: Counter[TierName]) -> None:
+    def _check_counters(self, stands):
         """What came and has not left stands there, by the counters too."""
         events = self.cache.residency.counters.events
         for tier in (TierName.DEVICE, TierName.HOST):
             left = events[tier, CacheEvent.EVICTED] + events[tier, CacheEvent.PURGED]
             assert stands[tier] == events[tier, CacheEvent.STORED] - left, tier
 
-    def _take(self, outputs: Seq[StepOutput]) -> None:
+    def _take(self, outputs):
         for output in outputs:
             self.outputs[output.request_id].append(output)
 
 
-def _check_lookup(told: StepOutput) -> None:
+def _check_lookup(told):
     """The runs lie end to end and sum to the counts, class by class."""
     if told.lookup is None or told.finish in CUT:
         return
@@ -422,9 +419,9 @@ def _check_lookup(told: StepOutput) -> None:
     assert by_source[TierName.DISK] == counts.hit_disk
 
 
-def _check_times(outputs: list[StepOutput]) -> None:
+def _check_times(outputs):
     """A sequence's moments come in order, and none that was told moves; 0 is not reached."""
-    told: list[int] = []
+    told = []
     for output in outputs:
         at = output.timeline
         begun = [at.arrival_ns, at.admitted_ns, at.loaded_ns, at.first_token_ns]
@@ -434,5 +431,5 @@ def _check_times(outputs: list[StepOutput]) -> None:
         assert sorted([*told, at.last_token_ns]) == [*told, at.last_token_ns]
 
 
-def _ended(outputs: list[StepOutput]) -> bool:
+def _ended(outputs):
     return bool(outputs) and outputs[-1].last

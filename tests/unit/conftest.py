@@ -1,7 +1,5 @@
 """What unit tests leave open is closed."""
 
-from collections.abc import Iterator
-
 import pytest
 
 from billing.money import UNITS
@@ -11,7 +9,7 @@ from tests.support.disks import close_all
 
 
 @pytest.fixture(autouse=True)
-def closes_disks() -> Iterator[None]:
+def closes_disks():
     yield
     close_all()
 

@@ -1,39 +1,37 @@
 """Adapters that cannot be served are refused when they are loaded, with what to do."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from engine.errors import AdapterError
-from engine.models.load import LoadedModel, load_adapter
+from engine.models.load import load_adapter
 from tests.support.models import save_tiny_adapter, tiny_model
 
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
 
 
 @pytest.fixture(scope="module")
-def loaded() -> LoadedModel:
+def loaded():
     return tiny_model()
 
 
-def refusal(loaded: LoadedModel, source: object) -> str:
+def refusal(loaded, source):
     with pytest.raises(AdapterError, match="adapter bad") as caught:
         load_adapter(loaded, "bad", str(source))
     assert "bad" not in loaded.adapters.digests
     return str(caught.value)
 
 
-def change_config(folder: Path, **values: Any) -> Path:
+def change_config(folder, **values):
     path = folder / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
     return folder
 
 
-def change_weights(folder: Path, **values: torch.Tensor | None) -> Path:
+def change_weights(folder, **values):
     path = folder / "adapter_model.safetensors"
     tensors = load_file(path)
     for key, value in values.items():

@@ -3,13 +3,12 @@
 import gc
 import threading
 import weakref
-from pathlib import Path
 
 import pytest
 
 from engine.execution.runner import ModelRunner
 from engine.models import load
-from engine.models.load import LoadedModel, load_model
+from engine.models.load import load_model
 from engine.operators import library
 from engine.request import SamplingParams
 from tests.children import ran
@@ -23,17 +22,17 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tiny")
     save_tiny_model(folder)
     return folder
 
 
-def loaded(model: Path, dtype: str = "float32") -> LoadedModel:
+def loaded(model, dtype="float32"):
     return load_model(str(model), device="cpu", dtype=dtype, cache_dir=model)
 
 
-def test_a_closed_engine_leaves_no_memory_behind(model: Path, tmp_path: Path) -> None:
+def test_a_closed_engine_leaves_no_memory_behind(model, tmp_path):
     with Composed(loaded(model), tmp_path) as composed:
         composed.ask(PROMPT, GREEDY)
         parts = [weakref.ref(part) for part in (composed.core.engine, composed.core.loaded.model)]
@@ -42,10 +41,8 @@ def test_a_closed_engine_leaves_no_memory_behind(model: Path, tmp_path: Path) ->
     assert [None, None] == [part() for part in parts]
 
 
-def test_an_engine_that_cannot_be_made_closes_its_tiers(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(self: ModelRunner) -> None:
+def test_an_engine_that_cannot_be_made_closes_its_tiers(model, tmp_path, monkeypatch):
+    def fail(self):
         raise MemoryError
 
     before = {*threading.enumerate()}
@@ -59,9 +56,7 @@ def test_an_engine_that_cannot_be_made_closes_its_tiers(
     Composed(loaded(model), tmp_path, disk_bytes=16 << 20).close()  # the directory is free again
 
 
-def test_closing_ends_a_compiler_that_is_at_work(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_closing_ends_a_compiler_that_is_at_work(model, tmp_path, monkeypatch):
     program = tmp_path / "c++"
     program.write_text("#!/bin/sh\nsleep 600\n")
     program.chmod(0o755)
@@ -80,13 +75,8 @@ def test_closing_ends_a_compiler_that_is_at_work(
 
 @pytest.mark.parametrize(("dtype", "fuses"), [("float32", True), ("bfloat16", False)])
 def test_compiled_functions_expand_records_of_every_dtype(
-    model: Path,
-    tmp_path: Path,
-    operators: library.Operators,
-    monkeypatch: pytest.MonkeyPatch,
-    dtype: str,
-    fuses: bool,
-) -> None:
+    model, tmp_path, operators, monkeypatch, dtype, fuses
+):
     """A forward calls operators in float32 alone, and the disk's records have any dtype."""
     monkeypatch.setattr(load, "_COMPILED_FROM_BYTES", 0)
     monkeypatch.setattr(load, "Operators", lambda folder: operators)
@@ -99,7 +89,7 @@ def test_compiled_functions_expand_records_of_every_dtype(
         assert traced is not None and fuses == (traced.num_operators > 0)
 
 
-def test_the_values_of_a_request_import_no_torch() -> None:
+def test_the_values_of_a_request_import_no_torch():
     ran(
         "import sys, engine.request, engine.structure, cachesvc; "
         "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"

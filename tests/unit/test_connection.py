@@ -3,9 +3,7 @@
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import uvicorn
@@ -20,17 +18,17 @@ POST = b"POST / HTTP/1.1\r\nHost: here\r\nContent-Length: 20\r\n\r\n"
 CHUNKED = b"POST / HTTP/1.1\r\nHost: here\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
-def resident_bytes() -> int:
+def resident_bytes():
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.fixture
-def anyio_backend() -> str:
+def anyio_backend():
     return "asyncio"
 
 
-async def echo(scope: Any, receive: Any, send: Any) -> None:
+async def echo(scope, receive, send):
     body, more = b"", True
     while more and (message := await receive())["type"] == "http.request":
         body, more = body + message["body"], message["more_body"]
@@ -40,7 +38,7 @@ async def echo(scope: Any, receive: Any, send: Any) -> None:
 
 
 @contextlib.asynccontextmanager
-async def served(app: Any = echo, **bounds: float) -> AsyncIterator[tuple[str, int]]:
+async def served(app=echo, **bounds):
     """The address of `app` behind connections with these bounds."""
     kind = type("Bounded", (BoundedConnection,), bounds)
     config, state = uvicorn.Config(app, lifespan="off", log_config=None), ServerState()
@@ -58,10 +56,7 @@ async def served(app: Any = echo, **bounds: float) -> AsyncIterator[tuple[str, i
 
 
 @contextlib.asynccontextmanager
-async def connected(
-    app: Any = echo,
-    **bounds: float,
-) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+async def connected(app=echo, **bounds):
     """A client of it."""
     async with served(app, **bounds) as address:
         reader, writer = await asyncio.open_connection(*address)
@@ -71,7 +66,7 @@ async def connected(
             writer.close()
 
 
-async def ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+async def ask(reader, writer):
     writer.write(GET + b"\r\n")
     return (await reader.readuntil(b"\r\n\r\n"))[:12]
 
@@ -115,9 +110,9 @@ async def test_trailers_and_chunk_extensions_without_end_are_refused(filler):
 
 async def test_trailers_are_no_headers():
     """A key in a trailer would come after the check of the keys."""
-    seen: list[Any] = []
+    seen = []
 
-    async def app(scope: Any, receive: Any, send: Any) -> None:
+    async def app(scope, receive, send):
         await echo(scope, receive, send)
         seen.extend(scope["headers"])
 
@@ -142,7 +137,7 @@ async def test_a_body_that_only_drips_is_given_up():
 async def test_a_body_that_nobody_reads_ends_its_connection():
     """The request was refused at its head; its client sends on without end."""
 
-    async def refuse(scope: Any, receive: Any, send: Any) -> None:
+    async def refuse(scope, receive, send):
         await send({"type": "http.response.start", "status": 401, "headers": []})
         await send({"type": "http.response.body", "body": b""})
 
@@ -162,7 +157,7 @@ async def test_a_client_that_never_reads_is_cut_off():
     """uvicorn would wait for it for ever, also after the route has given up."""
     ended = asyncio.Event()
 
-    async def endless(scope: Any, receive: Any, send: Any) -> None:
+    async def endless(scope, receive, send):
         await send({"type": "http.response.start", "status": 200, "headers": []})
         while (await asyncio.wait_for(receive(), 10))["type"] != "http.disconnect":
             for _ in range(100):
@@ -180,7 +175,7 @@ async def test_a_client_that_never_reads_is_cut_off():
 async def test_a_flood_of_pipelined_requests_ends_its_connection():
     started = 0
 
-    async def slow(scope: Any, receive: Any, send: Any) -> None:
+    async def slow(scope, receive, send):
         nonlocal started
         started += 1
         await asyncio.sleep(0.1)
@@ -244,7 +239,7 @@ async def test_a_crowd_from_one_address_does_not_close_those_of_another():
 async def test_where_all_are_being_answered_the_next_is_refused():
     release, running = asyncio.Event(), asyncio.Semaphore(0)
 
-    async def slow(scope: Any, receive: Any, send: Any) -> None:
+    async def slow(scope, receive, send):
         running.release()
         await release.wait()
         await echo(scope, receive, send)

@@ -1,7 +1,6 @@
 """Recording decode steps: what is recorded, and where it fails. Streams and graphs are
 stand-ins."""
 
-from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import cast
 
@@ -11,14 +10,12 @@ import torch
 
 import engine.execution.cuda_graphs as cuda_graphs_module
 from engine.attention.base import (
-    AttentionOptions,
     RecordableAttention,
     ReferenceAttention,
     attend_dense,
 )
-from engine.attention.pieces import PagedKeys
 from engine.batch import Batch, Span
-from engine.execution.cuda_graphs import Recorder, StepGraphs, Work, batch_sizes, cuda_graphs
+from engine.execution.cuda_graphs import Recorder, StepGraphs, batch_sizes, cuda_graphs
 from engine.execution.grouped_rows import GroupedRows
 from engine.execution.runner import ModelRunner
 from engine.execution.traced import trace
@@ -33,24 +30,24 @@ triton = pytest.importorskip("engine.attention.triton", reason="triton is not in
 class Stream:
     """Waits for nothing."""
 
-    def wait_stream(self, other: object) -> None:
+    def wait_stream(self, other):
         pass
 
 
 @pytest.fixture
-def current(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+def current(monkeypatch):
     """The thread's stream, as torch would leave it: ending a capture that failed raises before the
     stream is changed back."""
-    streams: list[object] = [Stream()]
+    streams = [Stream()]
 
     @contextmanager
-    def on(stream: object) -> Iterator[None]:
+    def on(stream):
         before, streams[0] = streams[0], stream
         yield
         streams[0] = before
 
     @contextmanager
-    def capture(graph: object, pool: object) -> Iterator[None]:
+    def capture(graph, pool):
         streams[0] = Stream()
         try:
             yield
@@ -71,7 +68,7 @@ def current(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 def test_a_failed_capture_leaves_the_thread_on_its_own_stream(current):
     before, calls = current[0], []
 
-    def work() -> torch.Tensor:
+    def work():
         calls.append(current[0])
         if len(calls) > 1:
             raise RuntimeError("operation not permitted when stream is capturing")
@@ -93,13 +90,7 @@ def test_a_graph_takes_as_many_sequences_as_may_run(max_running, largest, count)
     assert largest / 2 < max_running <= largest
 
 
-def _graphs(
-    runner: ModelRunner,
-    sizes: Sequence[int],
-    *,
-    scratch: int,
-    record: Callable[[Work], Work] = lambda work: work,
-) -> StepGraphs:
+def _graphs(runner, sizes, *, scratch, record=lambda work: work):
     """On a CPU, where a recording calls its work again."""
     return StepGraphs(
         runner._decode_logits,
@@ -113,7 +104,7 @@ def _graphs(
     )
 
 
-def triton_runner(name: str) -> ModelRunner:
+def triton_runner(name):
     loaded = served(name)
     pool = new_pool(loaded, 8).nan_to_num(0.5)
     return ModelRunner(loaded, pool, triton.TritonAttention(pool, loaded.layers))
@@ -128,7 +119,7 @@ WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "is_nonzero"}  # for
 def test_a_decode_step_waits_for_nothing_that_it_computes(name, monkeypatch):
     """A capture refuses to wait, and then a model is served without graphs."""
 
-    def attend(query: torch.Tensor, *_: object, rank: int | None) -> torch.Tensor:
+    def attend(query, *_, rank):
         return query if rank is None else query[..., :rank]
 
     monkeypatch.setattr(triton, "attend_paged", attend)
@@ -148,13 +139,7 @@ def test_models_whose_steps_the_host_shapes_get_no_graphs():
     assert not cuda_graphs(runner._attention, torch.device("cuda"))
 
 
-def _attend_in_torch(
-    query: torch.Tensor,
-    pages: torch.Tensor,
-    keys: PagedKeys,
-    options: AttentionOptions,
-    **_: object,
-) -> torch.Tensor:
+def _attend_in_torch(query, pages, keys, options, **_):
     """What the kernel computes, of a few queries for each row."""
     outputs = []
     counts = [1] * len(query) if keys.counts is None else keys.counts.tolist()
@@ -171,7 +156,7 @@ def test_a_graph_runs_the_recorded_forward_if_it_can_be_captured(captured, monke
     monkeypatch.setattr(triton, "attend_paged", _attend_in_torch)
     runner = triton_runner("qwen3")
 
-    def record(work: Work) -> Work:
+    def record(work):
         if runner._traced is not None and runner._captures and not captured:
             raise RuntimeError("operation not permitted when stream is capturing")
         return work
@@ -205,7 +190,7 @@ def test_a_tail_is_computed_by_a_graph_as_by_a_step(count, write_kv, beside, mon
     runner = ModelRunner(loaded, pool, ReferenceAttention(pool, loaded.layers))
     params = SamplingParams(temperature=0)
 
-    def span(number: int, first: int, count: int, table: list[int], write: bool = True) -> Span:
+    def span(number, first, count, table, write=True):
         tokens = np.arange(first, first + count, dtype=np.int32) * 37 % loaded.vocab_size
         return Span(number, tokens, first, table, True, params, write_kv=write)
 
@@ -252,14 +237,14 @@ def test_tails_that_no_graph_serves_better_are_launched(monkeypatch):
     step's end."""
     params = SamplingParams(temperature=0)
 
-    def graphs(name: str) -> StepGraphs:
+    def graphs(name):
         runner = triton_runner(name)
         attention = runner._attention
         assert cuda_graphs(attention, torch.device("cuda"))
         sizes = batch_sizes(4, tails=attention.sees_its_step)
         return _graphs(runner, sizes, scratch=7)
 
-    def tail(count: int, start: int = 30) -> list[Span]:
+    def tail(count, start=30):
         return [Span(1, np.zeros(count, np.int32), start, [0], True, params)]
 
     plain, stateful = graphs("qwen3"), graphs("lfm2")

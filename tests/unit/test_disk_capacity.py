@@ -2,8 +2,6 @@
 
 import errno
 import os
-from collections.abc import Iterable
-from pathlib import Path
 
 import pytest
 
@@ -14,13 +12,12 @@ from tiers.disk.directory import read_meta, shard_path
 from tiers.disk.inspection.verify import verify_all
 from tiers.disk.pin_file import save_pins
 from tiers.disk.room import RELIEF_COMMITS, allowed, reserve_of
-from tiers.disk.shard import Shard
 from tiers.disk.storage import LOCK_BYTES, FileSystem, Storage
 from tiers.errors import ConfigurationError, MissReason
 from tiers.policy.retention import Pin
 
 
-def given_back(shard: Shard) -> None:
+def given_back(shard):
     """Pages that the last commits freed, too."""
     for _ in range(RELIEF_COMMITS):
         with shard.writing():
@@ -55,7 +52,7 @@ def test_pages_that_a_reader_sees_are_not_given_back(tmp_path):
     for seed in range(20):
         store(tier, blocks(seed))
     with tier.view() as view:
-        shard: Shard = view.shards[0]
+        shard = view.shards[0]
         with shard._reading() as snapshot:
             kept = dict(snapshot.rows("data"))
             tier.discard([block.key for seed in range(20) for block in blocks(seed)])
@@ -76,7 +73,7 @@ def test_the_lock_file_of_a_shard_has_its_room(tmp_path):
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
 def test_a_shard_without_room_for_its_lock_file_is_not_opened(tmp_path, monkeypatch, code):
-    def fallocate(file: int, offset: int, length: int) -> None:
+    def fallocate(file, offset, length):
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(os, "posix_fallocate", fallocate)
@@ -130,7 +127,7 @@ def test_a_reader_left_open_does_not_break_the_bound(tmp_path):
     """A stuck reader keeps freed pages from reuse: blocks are refused and counted, no byte more."""
     tier = opened(tmp_path)
     with tier.view() as view:
-        shard: Shard = view.shards[0]
+        shard = view.shards[0]
         with shard._reading():
             for seed in range(120):
                 store(tier, blocks(seed))
@@ -192,10 +189,10 @@ def test_what_files_may_take_has_two_borders(free, failed, may):
 class OtherDisk(Storage):
     """A file system of which others leave so much free, beside this tier."""
 
-    def __init__(self, root: Path, free: int) -> None:
+    def __init__(self, root, free):
         self.root, self.free = root, free
 
-    def file_system(self, path: Path) -> FileSystem:
+    def file_system(self, path):
         held = sum(file.stat().st_blocks * 512 for file in self.root.rglob("data.mdb"))
         return FileSystem(64 << 20, self.free - held)
 
@@ -204,7 +201,7 @@ def test_others_that_fill_the_disk_get_room_and_leave_it_again(tmp_path):
     disk = OtherDisk(tmp_path, 24 << 20)  # of which a quarter of 64 MiB is the reserve
     tier = opened(tmp_path, storage=disk, capacity_bytes=32 << 20)
 
-    def fill(first: int) -> tuple[int, int]:
+    def fill(first):
         for seed in range(first, first + 600):
             store(tier, blocks(seed))
         assert load(tier, blocks(first + 599)) == 4
@@ -233,7 +230,7 @@ def test_others_that_fill_the_disk_get_room_and_leave_it_again(tmp_path):
 class Unwilling(OtherDisk):
     """One that cannot take back parts of a file, as some network mounts."""
 
-    def punch(self, path: Path, spans: Iterable[tuple[int, int]]) -> None:
+    def punch(self, path, spans):
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
 
 

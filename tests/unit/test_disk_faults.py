@@ -7,9 +7,6 @@ import resource
 import shutil
 import signal
 import threading
-from collections.abc import Callable
-from pathlib import Path
-from typing import IO
 
 import lmdb
 import pytest
@@ -25,21 +22,19 @@ from tests.support.faulty_storage import (
     io_error,
     map_full,
 )
-from tiers.blocks.keys import BlockId
 from tiers.blocks.layout import BlockLayout
 from tiers.disk.directory import FORMAT, LOCK_NAME, DirectoryLock, is_locked, read_meta, write_meta
 from tiers.disk.open import open_disk
 from tiers.disk.storage import DataFile, Panic, Storage
-from tiers.disk.tier import DiskTier
 from tiers.errors import ConfigurationError, DirectoryLocked, MissReason
 from tiers.tier import Loaded
 
 
-def opened(root: Path, storage: Storage | None = None, layout: BlockLayout = LAYOUT) -> DiskTier:
+def opened(root, storage=None, layout=LAYOUT):
     return closed_later(open_disk(root, layout, CAPACITY, storage=storage))
 
 
-def flip(path: Path, offset: int, bit: int = 0) -> None:
+def flip(path, offset, bit=0):
     with path.open("r+b") as file:
         file.seek(offset)
         byte = file.read(1)[0]
@@ -47,7 +42,7 @@ def flip(path: Path, offset: int, bit: int = 0) -> None:
         file.write(bytes([byte ^ 1 << bit]))
 
 
-def record_offset(tier: DiskTier, block: BlockId) -> int:
+def record_offset(tier, block):
     with tier._slots[0].use() as shard:
         return shard.find([block.key])[0].place.offset
 
@@ -216,10 +211,10 @@ def test_a_capacity_too_small_says_what_would_do(tmp_path):
 class RacingStorage(Storage):
     """Does something else just before the next record is read."""
 
-    def __init__(self) -> None:
-        self.meanwhile: Callable[[], None] | None = None
+    def __init__(self):
+        self.meanwhile = None
 
-    def before(self, operation: str) -> None:
+    def before(self, operation):
         if operation == "read" and self.meanwhile is not None:
             work, self.meanwhile = self.meanwhile, None
             work()
@@ -232,7 +227,7 @@ def test_a_block_evicted_while_it_is_read_is_absent(tmp_path):
     ids = blocks()
     store(tier, ids)
 
-    def reuse() -> None:
+    def reuse():
         tier.discard([block.key for block in ids])
         for seed in range(100, 130):
             store(tier, blocks(seed=seed))
@@ -274,9 +269,9 @@ def test_close_waits_for_a_reader(tmp_path):
     tier = opened(tmp_path, racing)
     store(tier, blocks())
     closer = threading.Thread(target=tier.close)
-    alive: list[bool] = []
+    alive = []
 
-    def close_meanwhile() -> None:
+    def close_meanwhile():
         closer.start()
         closer.join(0.2)
         alive.append(closer.is_alive())
@@ -290,7 +285,7 @@ def test_close_waits_for_a_reader(tmp_path):
 class CachedOnly(Storage):
     """A file system without direct reads, as tmpfs was."""
 
-    def open_file(self, path: Path) -> DataFile:
+    def open_file(self, path):
         return DataFile(os.open(path, os.O_RDONLY | os.O_CLOEXEC), None)
 
 
@@ -300,7 +295,7 @@ def test_a_file_system_without_direct_reads_will_do(tmp_path):
     assert load(tier, blocks()) == Loaded(4, None)
 
 
-def write_beyond_the_limit(root: Path) -> None:
+def write_beyond_the_limit(root):
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     tier = opened(root)
     store(tier, blocks())
@@ -365,7 +360,7 @@ def test_a_full_disk_is_said_where_lmdb_says_input_output_error(tmp_path, monkey
     storage.arm(0)
 
 
-def failing(tier: DiskTier) -> set[str]:
+def failing(tier):
     return {shard.failing for shard in tier.stats().shards}
 
 
@@ -382,8 +377,8 @@ def test_a_folder_on_a_failed_disk_is_closed(tmp_path, monkeypatch):
 class Failing:
     """A file on a file system that became read-only."""
 
-    def __init__(self, file: IO[str]) -> None:
+    def __init__(self, file):
         self.close = file.close
 
-    def truncate(self, _: int) -> None:
+    def truncate(self, _):
         raise OSError(errno.EROFS, "Read-only file system")

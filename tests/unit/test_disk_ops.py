@@ -1,16 +1,14 @@
 """Looking into a disk tier, verifying it, moving its blocks, and letting them go."""
 
 import os
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from tests.children import ran
 from tests.support.disks import CAPACITY, FRAMES, Clock, blocks, closed_later, store
 from tests.support.faulty_storage import LAYOUT, fetched
-from tiers.blocks.keys import TOKEN_BYTES, BlockId, CacheScope
+from tiers.blocks.keys import TOKEN_BYTES, CacheScope
 from tiers.disk.format.rows import DAY_S
 from tiers.disk.inspection.opening import open_shards
 from tiers.disk.inspection.verify import verify, verify_all
@@ -18,21 +16,13 @@ from tiers.disk.inspection.view import open_view
 from tiers.disk.open import open_disk
 from tiers.disk.settings import DiskSettings
 from tiers.disk.storage import Storage
-from tiers.disk.tier import DiskTier
 from tiers.errors import ConfigurationError, MissReason
 from tiers.tier import Loaded
 
 OTHER = CacheScope(weights=b"tiny", tenant=b"other")
 
 
-def opened(
-    root: Path,
-    clock: Callable[[], float] | None = None,
-    capacity_bytes: int = CAPACITY,
-    num_shards: int = 1,
-    storage: Storage | None = None,
-    **settings: object,
-) -> DiskTier:
+def opened(root, clock=None, capacity_bytes=CAPACITY, num_shards=1, storage=None, **settings):
     tier = open_disk(
         root,
         LAYOUT,
@@ -46,16 +36,16 @@ def opened(
     return closed_later(tier)
 
 
-def load(tier: DiskTier, ids: list[BlockId]) -> int:
+def load(tier, ids):
     return fetched(tier, ids, FRAMES).num_blocks
 
 
 @pytest.fixture
-def tier(tmp_path: Path) -> DiskTier:
+def tier(tmp_path):
     return opened(tmp_path / "disk")
 
 
-def harm(tier_root: Path, block: BlockId) -> None:
+def harm(tier_root, block):
     """Change one byte of a stored payload."""
     with open_view(tier_root) as view:
         offset = view.shards[0].find([block.key])[0].place.offset
@@ -218,7 +208,7 @@ def test_opening_reads_no_blocks(tmp_path):
         class Counting(Storage):
             num = 0
 
-            def before(self, operation: str) -> None:
+            def before(self, operation):
                 Counting.num += 1
 
         open_disk(root, LAYOUT, 4 << 20, storage=Counting()).close()

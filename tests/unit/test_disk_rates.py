@@ -2,9 +2,7 @@
 
 import random
 import threading
-from collections.abc import Iterator
 from contextlib import closing
-from pathlib import Path
 
 import pytest
 
@@ -17,7 +15,6 @@ from tiers.disk.format.record import Header, unpack_header
 from tiers.disk.open import open_disk
 from tiers.disk.rates import DiskRates, RateMeter
 from tiers.disk.settings import DiskSettings
-from tiers.disk.tier import DiskTier
 
 LAYOUT = BlockLayout.uniform(2, 64, 2, 64, "bfloat16")
 COUNT = 4
@@ -78,10 +75,10 @@ def test_rates_that_vary_change_the_choice_once_and_not_with_each_count():
 
 
 class ManualTime:
-    def __init__(self) -> None:
+    def __init__(self):
         self.now_s = 0.0
 
-    def perf_counter(self) -> float:
+    def perf_counter(self):
         return self.now_s
 
 
@@ -102,13 +99,13 @@ def test_rates_are_of_all_bytes_and_reads_at_the_same_time_share_their_seconds(m
 
 
 @pytest.fixture
-def tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DiskTier]:
+def tier(tmp_path, monkeypatch):
     monkeypatch.setattr(rates, "MEASURED_BYTES", LAYOUT.nbytes)
     with closing(open_disk(tmp_path, LAYOUT, 8 << 20, check_s=60)) as tier:
         yield tier
 
 
-def stored(tier: DiskTier, seed: int) -> list[CodecId]:
+def stored(tier, seed):
     """The codecs with which new blocks are written. They are then loaded and compared."""
     frames = take(FrameArena(LAYOUT, COUNT + 1), COUNT + 1)
     ids = chain(COUNT, block_size=LAYOUT.block_size, seed=seed)
@@ -155,7 +152,7 @@ def test_many_threads_measure_at_once(monkeypatch):
     monkeypatch.setattr(rates, "MEASURED_BYTES", 1000)
     meter = RateMeter(4)
 
-    def read() -> None:
+    def read():
         for _ in range(200):
             with meter.reading(10):
                 meter.expanded(20, 5, 0.001)

@@ -2,7 +2,6 @@
 
 import os
 import pickle
-from pathlib import Path
 
 import lmdb
 import pytest
@@ -11,7 +10,7 @@ from tests.patience import until
 from tests.support.disks import closed_later
 from tests.support.faulty_storage import FaultyStorage, chain, fetched, map_full, put, take
 from tiers.blocks.frames import FrameArena
-from tiers.blocks.keys import BlockId, PrefixKey
+from tiers.blocks.keys import PrefixKey
 from tiers.blocks.layout import BlockLayout
 from tiers.disk.format.rows import pack_order, pack_sequence
 from tiers.disk.inspection.opening import repair_folder
@@ -22,8 +21,6 @@ from tiers.disk.recovery.check import ShardCheck, ShardReport, check_shard
 from tiers.disk.recovery.page import BRANCH, LEAF
 from tiers.disk.recovery.pages import PageFile
 from tiers.disk.shard import ShardBusy
-from tiers.disk.storage import Storage
-from tiers.disk.tier import DiskTier
 from tiers.errors import ConfigurationError, MissReason
 from tiers.tier import Loaded
 
@@ -33,28 +30,28 @@ PAGE = 4096
 FRAMES = take(FrameArena(LAYOUT, 9), 9)
 
 
-def opened(root: Path, storage: Storage | None = None, check_s: float = 10) -> DiskTier:
+def opened(root, storage=None, check_s=10):
     return closed_later(open_disk(root, LAYOUT, CAPACITY, storage=storage, check_s=check_s))
 
 
-def blocks(seed: int) -> list[BlockId]:
+def blocks(seed):
     return chain(8, block_size=LAYOUT.block_size, seed=seed)
 
 
-def store(tier: DiskTier, seed: int) -> list[PrefixKey]:
+def store(tier, seed):
     return put(tier, blocks(seed), FRAMES)
 
 
-def load(tier: DiskTier, seed: int) -> Loaded:
+def load(tier, seed):
     return fetched(tier, blocks(seed), FRAMES)
 
 
-def wait_for_check(tier: DiskTier) -> None:
+def wait_for_check(tier):
     until(lambda: tier.flush() or tier.stats().shards[0].ready)
 
 
 @pytest.fixture
-def filled(tmp_path: Path) -> Path:
+def filled(tmp_path):
     """A folder with ten chains."""
     root = tmp_path / "disk"
     tier = opened(root)
@@ -64,16 +61,16 @@ def filled(tmp_path: Path) -> Path:
     return root
 
 
-def data_file(root: Path) -> Path:
+def data_file(root):
     return root / "shard-000" / "data.mdb"
 
 
-def pages_of(data: bytes, *kinds: int) -> list[int]:
+def pages_of(data, *kinds):
     """Offsets of pages of these kinds."""
     return [at for at in range(8192, len(data), PAGE) if data[at + 10] in kinds]
 
 
-def tear(root: Path) -> None:
+def tear(root):
     """Zero every page of structure, as if none had reached the disk before the power went."""
     data = bytearray(data_file(root).read_bytes())
     for at in pages_of(data, BRANCH, LEAF):
@@ -207,7 +204,7 @@ def test_one_torn_page_of_the_last_commit_costs_that_commit(filled):
     assert load(tier, 11) == Loaded(8, None)
 
 
-def contradict(root: Path) -> None:
+def contradict(root):
     """Give one block a wrong length in the index."""
     tier = opened(root)
     with tier._slots[0].use() as shard:

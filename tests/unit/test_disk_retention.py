@@ -1,17 +1,14 @@
 """Quotas on disk, what a tier that moves gives up first, and idle blocks that are pinned."""
 
-from pathlib import Path
-
 import pytest
 
 from tests.support.disks import Clock, closed_later
 from tests.support.faulty_storage import chain, fill, take
-from tiers.blocks.frames import Frame, FrameArena
-from tiers.blocks.keys import BlockId, CacheScope
+from tiers.blocks.frames import FrameArena
+from tiers.blocks.keys import CacheScope
 from tiers.blocks.layout import BlockLayout
 from tiers.disk.open import open_disk
 from tiers.disk.settings import DiskSettings
-from tiers.disk.tier import DiskTier
 from tiers.policy.quota import COMMON, QuotaShares
 from tiers.tier import Cause
 
@@ -24,23 +21,17 @@ SCAN = CacheScope(tenant=b"scan")
 
 
 @pytest.fixture
-def frames() -> list[Frame]:
+def frames():
     return take(FrameArena(LAYOUT, 16), 16)
 
 
-def open_tier(
-    root: Path,
-    *,
-    quota: float | None = None,
-    settings: DiskSettings | None = None,
-    clock: Clock | None = None,
-) -> DiskTier:
+def open_tier(root, *, quota=None, settings=None, clock=None):
     shares = QuotaShares(1000, {ACME.root(): int(1000 * quota)}) if quota else None
     given = {"shares": shares, "settings": settings, "clock": clock or Clock()}
     return closed_later(open_disk(root, LAYOUT, CAPACITY, check_s=60, **given))
 
 
-def store(tier: DiskTier, frames: list[Frame], scope: CacheScope, seed: int) -> list[BlockId]:
+def store(tier, frames, scope, seed):
     ids = chain(8, block_size=LAYOUT.block_size, seed=seed, scope=scope)
     for frame, block in zip(frames, ids, strict=False):
         fill(frame, block)
@@ -48,7 +39,7 @@ def store(tier: DiskTier, frames: list[Frame], scope: CacheScope, seed: int) -> 
     return ids
 
 
-def scan(tier: DiskTier, frames: list[Frame], num_chains: int, first: int = 1000) -> None:
+def scan(tier, frames, num_chains, first=1000):
     for seed in range(first, first + num_chains):
         store(tier, frames, SCAN, seed)
 

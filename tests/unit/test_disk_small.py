@@ -5,16 +5,12 @@ disk it is the changes to the indexes, not the records, that may fill the map.
 """
 
 import random
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.support.disks import oldest_first
 from tests.support.faulty_storage import chain, fill, holds, take
 from tiers.blocks.frames import FrameArena
-from tiers.blocks.keys import BlockId
 from tiers.blocks.layout import BlockLayout
 from tiers.disk.inspection.maintenance import delete
 from tiers.disk.open import open_disk
@@ -34,19 +30,19 @@ RUN = 8
 class CountingStorage(Storage):
     """Counts how often the map was full."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.num_full = 0
 
-    def put(self, *args: Any) -> None:
+    def put(self, *args):
         self._counting(super().put, *args)
 
-    def delete(self, *args: Any) -> bool:
+    def delete(self, *args):
         return bool(self._counting(super().delete, *args))
 
-    def commit(self, *args: Any) -> None:
+    def commit(self, *args):
         self._counting(super().commit, *args)
 
-    def _counting(self, work: Callable[..., Any], *args: Any) -> Any:
+    def _counting(self, work, *args):
         try:
             return work(*args)
         except MapFull:
@@ -57,7 +53,7 @@ class CountingStorage(Storage):
 class SmallDisk:
     """A small disk, and a writer that brings it more than it holds."""
 
-    def __init__(self, root: Path, layout: BlockLayout, num_bytes: int, **settings: Any) -> None:
+    def __init__(self, root, layout, num_bytes, **settings):
         self.storage = CountingStorage()
         behaviour = DiskSettings(**settings)
         self.tier = open_disk(root, layout, num_bytes, storage=self.storage, settings=behaviour)
@@ -65,21 +61,21 @@ class SmallDisk:
         self.dice = random.Random(1)
         self.num_runs = 0
 
-    def run(self, number: int) -> list[BlockId]:
+    def run(self, number):
         return chain(RUN, block_size=TOKENS, seed=number)
 
-    def store(self) -> None:
+    def store(self):
         ids = self.run(self.num_runs)
         self.num_runs += 1
         for frame, block in zip(self.frames, ids, strict=False):
             fill(frame, block)
         self.tier.store(ids, self.frames[:RUN])
 
-    def fill_up(self) -> None:
+    def fill_up(self):
         while not self.tier.stats().evicted:
             self.store()
 
-    def load(self, num_runs: int) -> int:
+    def load(self, num_runs):
         """Hits on runs that may be there still."""
         frames, hits = self.frames[:RUN], 0
         for _ in range(num_runs):
@@ -89,7 +85,7 @@ class SmallDisk:
             hits += count
         return hits
 
-    def has_newest(self) -> bool:
+    def has_newest(self):
         return self.tier.probe(self.run(self.num_runs - 1)) == RUN
 
 

@@ -3,7 +3,6 @@ whatever the clock does."""
 
 import time
 from array import array
-from pathlib import Path
 
 import pytest
 
@@ -17,7 +16,6 @@ from tiers.blocks.keys import CacheScope
 from tiers.cache import CacheSettings, TieredCache
 from tiers.disk.inspection.view import open_view
 from tiers.disk.open import open_disk
-from tiers.disk.tier import DiskTier
 from tiers.memory.block import Below
 from tiers.policy.policy import Use
 
@@ -27,13 +25,13 @@ NUM_BLOCKS = 6
 CHAIN = Chain(ROOT, array("i", range(NUM_BLOCKS * TOKENS)), TOKENS)
 
 
-def times(root: Path) -> list[tuple[int, int]]:
+def times(root):
     """When each block on disk was computed and used, as commands show it."""
     with open_view(root) as view:
         return [(block.computed_s, block.used_s) for block in view.blocks()]
 
 
-def cache_over(disk: DiskTier) -> TieredCache:
+def cache_over(disk):
     memory = NUM_BLOCKS * 2 * SMALL.nbytes
     settings = CacheSettings(device_bytes=memory, host_bytes=memory, weigh_loads=False)
     cache = TieredCache(SMALL, settings, disk=disk)

@@ -2,26 +2,21 @@
 and verified apart from the rest, and no block by itself."""
 
 import random
-from collections.abc import Iterator, Sequence
 from contextlib import closing
-from pathlib import Path
 
 import pytest
 
 from tests.support.faulty_storage import SCOPE, chain, fill, take, wipe
 from tests.unit.test_remote_tier import Objects
-from tiers.blocks.frames import Frame, FrameArena
-from tiers.blocks.keys import BlockId, PrefixKey
+from tiers.blocks.frames import FrameArena
 from tiers.blocks.layout import BlockLayout, LayerLayout
 from tiers.blocks.part import Part
 from tiers.disk.format.record import Header, unpack_header, window_key
-from tiers.disk.format.rows import IndexEntry
 from tiers.disk.inspection.maintenance import delete, pages
 from tiers.disk.inspection.opening import open_shards
 from tiers.disk.inspection.verify import verify_all
-from tiers.disk.inspection.view import DiskView, open_view
+from tiers.disk.inspection.view import open_view
 from tiers.disk.open import open_disk
-from tiers.disk.tier import DiskTier
 from tiers.errors import MissReason
 from tiers.remote.settings import RemoteWrites
 from tiers.remote.stacked import StackedTier
@@ -35,24 +30,24 @@ FRAMES = take(FrameArena(LAYOUT, 9), 9)
 LASTING, WINDOW, WHOLE = Part.LASTING, Part.WINDOW, Part.WHOLE
 
 
-def opened(root: Path, *, num_shards: int = 1, capacity: int = CAPACITY) -> DiskTier:
+def opened(root, *, num_shards=1, capacity=CAPACITY):
     return open_disk(root, LAYOUT, capacity, num_shards=num_shards, check_s=60)
 
 
-def blocks(seed: int = 0, count: int = 4) -> list[BlockId]:
+def blocks(seed=0, count=4):
     return chain(count, block_size=SIZE, seed=seed)
 
 
-def store(tier: DiskTier | StackedTier, ids: Sequence[BlockId]) -> list[PrefixKey]:
+def store(tier, ids):
     for frame, block in zip(FRAMES, ids, strict=False):
         fill(frame, block)
     return tier.store(ids, FRAMES[: len(ids)])
 
 
-def load(tier: DiskTier | StackedTier, ids: Sequence[BlockId], *parts: Part) -> Loaded:
+def load(tier, ids, *parts):
     """Every part that was loaded is compared, and that nothing else was written."""
     split, spare = LAYOUT.lasting_nbytes, FRAMES[8]
-    frames: list[Frame] = FRAMES[: len(ids)]
+    frames = FRAMES[: len(ids)]
     wipe(frames)
     for frame, part in zip(frames, parts, strict=True):
         frame.part = part
@@ -69,15 +64,15 @@ def load(tier: DiskTier | StackedTier, ids: Sequence[BlockId], *parts: Part) -> 
     return loaded
 
 
-def windows_of(ids: Sequence[BlockId]) -> list[PrefixKey]:
+def windows_of(ids):
     return [window_key(block.key) for block in ids]
 
 
-def keys_of(ids: Sequence[BlockId]) -> list[PrefixKey]:
+def keys_of(ids):
     return [block.key for block in ids]
 
 
-def sound(root: Path) -> int:
+def sound(root):
     with open_view(root) as view:
         verified = verify_all(view.shards)
     assert verified.sound, verified
@@ -85,7 +80,7 @@ def sound(root: Path) -> int:
 
 
 @pytest.fixture(params=[1, 3])
-def tier(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[DiskTier]:
+def tier(tmp_path, request):
     with closing(opened(tmp_path / "disk", num_shards=request.param, capacity=6 << 20)) as tier:
         yield tier
 
@@ -178,7 +173,7 @@ def test_commands_count_a_block_once_with_all_its_bytes(tmp_path):
     assert 3 == sound(root)
 
 
-def records(view: DiskView) -> list[IndexEntry]:
+def records(view):
     return [entry for shard in view.shards for page in pages(shard) for _, entry in page]
 
 
@@ -206,7 +201,7 @@ def test_parts_survive_a_rewrite_and_a_restart(how, tmp_path):
 def test_a_store_below_gets_whole_records_or_what_there_is(tmp_path):
     objects, ids = Objects(), blocks()
 
-    def server(name: str) -> StackedTier:
+    def server(name):
         disk = opened(tmp_path / name)
         return StackedTier(disk, RemoteTier(objects, LAYOUT, disk.read_record), RemoteWrites.ALL)
 
@@ -226,7 +221,7 @@ def test_a_store_below_gets_whole_records_or_what_there_is(tmp_path):
     assert 3 == len(objects.held)
 
 
-def take_filled(ids: Sequence[BlockId]) -> list[Frame]:
+def take_filled(ids):
     for frame, block in zip(FRAMES, ids, strict=False):
         fill(frame, block)
     return FRAMES[: len(ids)]

@@ -2,7 +2,6 @@
 
 import errno
 import threading
-from pathlib import Path
 
 import pytest
 
@@ -10,37 +9,35 @@ from tests.support.disks import CAPACITY, Clock, blocks, closed_later, oldest_fi
 from tests.support.faulty_storage import LAYOUT, FaultyStorage, map_full
 from tests.unit.test_disk_ops import load, opened
 from tests.unit.test_disk_retention import ACME
-from tiers.blocks.keys import BlockId, PrefixKey
 from tiers.disk.open import open_disk
 from tiers.disk.reader import shard_of
 from tiers.disk.storage import Storage
-from tiers.disk.tier import DiskTier
 from tiers.policy.quota import QuotaShares
 
 NUM_CHAINS = 60  # more than the tier holds
 
 
 @pytest.fixture
-def tier(tmp_path: Path) -> DiskTier:
+def tier(tmp_path):
     return opened(tmp_path)
 
 
-def keys(ids: list[BlockId]) -> list[PrefixKey]:
+def keys(ids):
     return [block.key for block in ids]
 
 
-def order_of(tier: DiskTier) -> list[PrefixKey]:
+def order_of(tier):
     with tier.view() as view:
         return oldest_first(view.shards[0])
 
 
-def agrees(tier: DiskTier) -> bool:
+def agrees(tier):
     """Whether records, index, order and totals tell of the same number of blocks."""
     with tier.view() as view:
         return view.shards[0].walk() is None
 
 
-def fill_up(tier: DiskTier, first: int = 1000) -> None:
+def fill_up(tier, first=1000):
     for seed in range(first, first + NUM_CHAINS):
         store(tier, blocks(seed))
 
@@ -139,7 +136,7 @@ def test_shards_are_written_side_by_side_and_fail_alone(tmp_path):
     """Blocks of a shard whose writes fail are refused; those of the others are stored."""
 
     class OneBadShard(Storage):
-        def put(self, txn: object, key: bytes, value: object, db: object) -> None:
+        def put(self, txn, key, value, db):
             if threading.current_thread().name.startswith("cachesvc-shard-002"):
                 raise OSError(errno.EIO, "bad")
             super().put(txn, key, value, db)

@@ -2,16 +2,13 @@
 
 import threading
 from array import array
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
 from engine.answers import STEP_FAILED
-from engine.batch import Batch, Sampled
 from engine.engine import MAX_FAILURES, Engine
 from engine.errors import EngineClosed, EngineFailed
-from engine.request import FinishReason, Request, SamplingParams, StepOutput
+from engine.request import FinishReason, Request, SamplingParams
 from engine.settings import EngineSettings
 from tests.patience import until
 from tests.sim.world import World
@@ -28,13 +25,13 @@ class Breakable(ChainRunner):
     bad = 13
     dead = False
 
-    def step(self, batch: Batch) -> list[Sampled]:
+    def step(self, batch):
         self.probe()
         if any(self.bad in span.tokens for span in batch.spans):
             raise ValueError("thirteen")
         return super().step(batch)
 
-    def probe(self) -> None:
+    def probe(self):
         if self.dead:
             raise RuntimeError("the device is gone")
 
@@ -42,8 +39,8 @@ class Breakable(ChainRunner):
 class House:
     """An engine on its own thread, and what it has answered."""
 
-    def __init__(self, *, started: bool = True) -> None:
-        self.outputs: dict[str, list[StepOutput]] = {}
+    def __init__(self, *, started=True):
+        self.outputs = {}
         settings = CacheSettings(device_bytes=64 * LAYOUT.nbytes, host_bytes=0)
         cache = TieredCache(LAYOUT, settings)
         self.runner = Breakable(cache.pool.tensor)
@@ -51,7 +48,7 @@ class House:
         if started:
             self.engine.start()
 
-    def ask(self, name: str, *tokens: int, **fields: Any) -> None:
+    def ask(self, name, *tokens, **fields):
         params = SamplingParams(temperature=0, max_tokens=1)
         self.outputs[name] = []
         self.engine.submit(
@@ -64,18 +61,18 @@ class House:
             )
         )
 
-    def answer(self, name: str) -> StepOutput:
+    def answer(self, name):
         """The last output of a request."""
         until(lambda: bool(self.outputs[name]) and self.outputs[name][-1].last)
         return self.outputs[name][-1]
 
-    def _take(self, outputs: Any) -> None:
+    def _take(self, outputs):
         for output in outputs:
             self.outputs[output.request_id].append(output)
 
 
 @pytest.fixture
-def house() -> Iterator[House]:
+def house():
     house = House()
     yield house
     house.engine.close()
@@ -108,7 +105,7 @@ def test_what_was_computed_without_a_number_is_not_kept():
 
 def test_a_grammar_that_cannot_begin_fails_its_request_alone(house):
     class Broken:
-        def begin(self, min_tokens: int) -> Any:
+        def begin(self, min_tokens):
             raise MemoryError("no room for a matcher")
 
     house.ask("broken", 1, 2, grammar=Broken())
@@ -118,7 +115,7 @@ def test_a_grammar_that_cannot_begin_fails_its_request_alone(house):
 
 
 def test_a_command_that_fails_does_not_end_the_engine(house):
-    def fail() -> None:
+    def fail():
         raise RuntimeError("a fault in a command")
 
     for _ in range(2 * MAX_FAILURES):
@@ -144,7 +141,7 @@ def test_a_dead_engine_answers_everybody_and_says_so(house):
 def test_a_warm_up_that_fails_is_told_to_who_starts_the_engine():
     house = House(started=False)
 
-    def fail() -> None:
+    def fail():
         raise RuntimeError("no kernel for this device")
 
     with pytest.raises(RuntimeError, match="no kernel"):

@@ -2,17 +2,14 @@
 
 import random
 import threading
-from pathlib import Path
 
 import pytest
 
 from tests.support.faulty_storage import SCOPE, chain, fill, take
 from tiers.blocks.frames import FrameArena
-from tiers.blocks.keys import PrefixKey
 from tiers.blocks.layout import BlockLayout
 from tiers.disk.open import open_disk
-from tiers.disk.tier import DiskTier
-from tiers.telemetry.events import BlockEvent, EventKind, EventStream
+from tiers.telemetry.events import EventKind, EventStream
 from tiers.tier import Cause, TierName
 
 LAYOUT = BlockLayout.uniform(
@@ -20,14 +17,14 @@ LAYOUT = BlockLayout.uniform(
 )
 
 
-def publish(stream: EventStream, count: int) -> None:
+def publish(stream, count):
     """As a publisher does: only where somebody listens."""
     for number in range(count):
         if stream.listening:
             stream.publish(EventKind.STORED, TierName.DEVICE, nbytes=number)
 
 
-def numbers(events: list[BlockEvent]) -> list[int]:
+def numbers(events):
     return [event.nbytes for event in events]
 
 
@@ -50,7 +47,7 @@ def test_a_subscriber_that_reads_too_slowly_loses_the_oldest_and_is_told_how_man
 
 
 def test_a_listener_is_woken_once_for_what_it_has_not_taken():
-    woken: list[int] = []
+    woken = []
     stream = EventStream()
     subscription = stream.subscribe(lambda: woken.append(1))
     publish(stream, 3)
@@ -75,16 +72,16 @@ def test_publishers_on_many_threads_lose_nothing():
 
 
 @pytest.fixture
-def stream() -> EventStream:
+def stream():
     return EventStream()
 
 
 @pytest.fixture
-def tier(tmp_path: Path, stream: EventStream) -> DiskTier:
+def tier(tmp_path, stream):
     return open_disk(tmp_path / "disk", LAYOUT, 2 << 20, stream=stream)
 
 
-def held(tier: DiskTier) -> set[PrefixKey]:
+def held(tier):
     with tier.view() as view:
         return {block.key for block in view.blocks()}
 
@@ -93,7 +90,7 @@ def test_who_applies_the_disks_events_knows_what_it_holds(tier, stream):
     """Stores, evictions for room, discards and a purge, at random."""
     chance = random.Random(7)
     subscription = stream.subscribe()
-    known: set[PrefixKey] = set()
+    known = set()
     frames = take(FrameArena(LAYOUT, 4), 4)
     stored = []
     for seed in range(60):

@@ -3,12 +3,10 @@
 import logging
 import os
 import threading
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from tests.support.chain_runner import chain_layout
 from tiers.blocks import frames, numa
@@ -19,11 +17,11 @@ from tiers.blocks.numa import cpus_beside, running_on
 class Cudart:
     """Keeps what is registered as CUDA does: no page twice. Refuses after `limit` bytes."""
 
-    def __init__(self, limit: int = 1 << 60) -> None:
-        self.pieces: dict[int, int] = {}
+    def __init__(self, limit=1 << 60):
+        self.pieces = {}
         self._limit = limit
 
-    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
+    def cudaHostRegister(self, address, num_bytes, flags):
         pages = set(range(address // PAGE_BYTES, -(-(address + num_bytes) // PAGE_BYTES)))
         for begin, length in self.pieces.items():
             assert not pages & set(range(begin // PAGE_BYTES, -(-(begin + length) // PAGE_BYTES)))
@@ -32,17 +30,17 @@ class Cudart:
         self.pieces[address] = num_bytes
         return 0
 
-    def cudaHostUnregister(self, address: int) -> int:
+    def cudaHostUnregister(self, address):
         del self.pieces[address]
         return 0
 
 
 @pytest.fixture(autouse=True)
-def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_pieces(monkeypatch):
     monkeypatch.setattr(frames, "PIN_BYTES", 4 * PAGE_BYTES)
 
 
-def pages(count: int) -> NDArray[np.uint8]:
+def pages(count):
     memory = np.zeros((count + 1) * PAGE_BYTES, np.uint8)
     return memory[-memory.ctypes.data % PAGE_BYTES :][: count * PAGE_BYTES]
 
@@ -71,7 +69,7 @@ def test_no_frame_lies_across_two_registrations(block_size, limit, monkeypatch):
     """A copy that spans two, or one and memory that is not registered, is an invalid argument."""
     cudart, layout = Cudart(limit), chain_layout(block_size)
     monkeypatch.setattr("torch.cuda.cudart", lambda: cudart)
-    cleared: list[str] = []
+    cleared = []
     monkeypatch.setattr(frames, "clear_error", cleared.append)
     arena = FrameArena(layout, 60, "cuda")
     taken = [frame for frame in (arena.take() for _ in range(60)) if frame is not None]
@@ -110,7 +108,7 @@ def test_an_arena_for_a_gpu_is_locked_while_it_lives(monkeypatch):
 PCI = "0000:3b:00.0"
 
 
-def machine(root: Path, node: str, cpulist: str) -> Path:
+def machine(root, node, cpulist):
     """A /sys of a machine with a GPU on a node."""
     device, nodes = root / "bus/pci/devices" / PCI, root / "devices/system/node/node1"
     device.mkdir(parents=True)
@@ -138,7 +136,7 @@ def test_without_a_known_node_there_are_none(tmp_path, node):
 def test_a_thread_runs_there_for_a_while_and_alone():
     before = os.sched_getaffinity(0)
     one, main = frozenset({min(before)}), os.getpid()
-    found: list[set[int]] = []
+    found = []
     with running_on(one):
         assert one == os.sched_getaffinity(0)
         beside = threading.Thread(target=lambda: found.append(os.sched_getaffinity(main)))
@@ -153,7 +151,7 @@ def test_a_thread_runs_there_for_a_while_and_alone():
 
 
 def test_a_container_that_forbids_it_changes_nothing(monkeypatch):
-    def forbidden(*_: object) -> None:
+    def forbidden(*_):
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(os, "sched_setaffinity", forbidden)
@@ -164,10 +162,10 @@ def test_a_container_that_forbids_it_changes_nothing(monkeypatch):
 
 def test_an_arena_is_pinned_by_a_thread_beside_the_gpu(tmp_path, monkeypatch):
     here = min(os.sched_getaffinity(0))
-    found: list[set[int]] = []
+    found = []
 
     class Noting(Cudart):
-        def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
+        def cudaHostRegister(self, address, num_bytes, flags):
             found.append(os.sched_getaffinity(0))
             return super().cudaHostRegister(address, num_bytes, flags)
 

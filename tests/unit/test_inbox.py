@@ -1,12 +1,10 @@
 """What the ledger takes at a time."""
 
-from concurrent.futures import Future
-
 import pytest
 
 from billing import inbox as inboxes
 from billing.errors import LedgerClosed
-from billing.gate.commands import Command, Settle
+from billing.gate.commands import Settle
 from billing.gate.holds import Hold
 from billing.gate.outcomes import Outcome
 from billing.inbox import Inbox
@@ -18,20 +16,20 @@ PINNED = PinnedRate(ref=RateRef("card", "1", "*", "base"), currency="CNY", patte
 
 
 @pytest.fixture
-def inbox(monkeypatch: pytest.MonkeyPatch) -> Inbox:
+def inbox(monkeypatch):
     monkeypatch.setattr(inboxes, "WAIT_S", 0.001)
     return Inbox()
 
 
-def settled(name: str) -> Settle:
+def settled(name):
     return Settle(Hold("acme", name, PINNED), EMPTY, Outcome.FINISHED, True)
 
 
-def put(inbox: Inbox, *commands: Command) -> "list[Future[object]]":
+def put(inbox, *commands):
     return [inbox.put(command) for command in commands]
 
 
-def take(inbox: Inbox) -> list[Command]:
+def take(inbox):
     return [command for command, _ in inbox.take()]
 
 

@@ -23,11 +23,11 @@ def test_a_plain_norm_differs_by_rounding_alone(dtype):
 class Shifted(nn.Module):
     """A norm that subtracts the mean."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.weight, self.eps = nn.Parameter(torch.ones(16)), 1e-6
 
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+    def forward(self, rows):
         return nn.functional.layer_norm(rows, (16,), self.weight, eps=self.eps)
 
 
@@ -42,9 +42,7 @@ def test_a_module_that_computes_something_else_is_left():
 class GatedRMSNorm(LlamaRMSNorm):
     """Like several of transformers', plain without its gate."""
 
-    def forward(
-        self, hidden_states: torch.Tensor, gate: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def forward(self, hidden_states, gate=None):
         normed = super().forward(hidden_states)
         return normed if gate is None else normed * gate
 

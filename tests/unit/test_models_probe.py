@@ -1,9 +1,7 @@
 """What the probe at load refuses, and with what it says it saw. Each model is broken on purpose."""
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -19,11 +17,11 @@ from tiers.blocks.layout import DTYPES, LayerLayout
 
 
 @pytest.fixture(autouse=True)
-def registered() -> None:
+def registered():
     attention.register()
 
 
-def wrapped(module: Any, around: Callable[..., Any]) -> None:
+def wrapped(module, around):
     """`module.forward` becomes `around(forward, *arguments)`."""
     forward = module.forward
     module.forward = lambda *arguments, **named: around(forward, *arguments, **named)
@@ -47,7 +45,7 @@ def test_every_tiny_model_passes_and_gets_its_windows_back():
 def test_a_table_chosen_by_the_longest_sequence_beside_is_refused():
     model = stock_model("llama")
 
-    def stretched(forward: Any, states: Any, position_ids: torch.Tensor) -> Any:
+    def stretched(forward, states, position_ids):
         scale = 2 if position_ids.max() >= 500 else 1
         return forward(states, position_ids * scale)
 
@@ -63,7 +61,7 @@ def test_a_table_that_changes_at_a_border_of_the_config_is_refused():
     model = stock_model("llama")
     model.config.original_max_position_embeddings = 300
 
-    def switched(forward: Any, states: Any, position_ids: torch.Tensor) -> Any:
+    def switched(forward, states, position_ids):
         crosses = position_ids.max() >= 300 and position_ids.max() < 1000
         return forward(states, position_ids * (2 if crosses else 1))
 
@@ -76,7 +74,7 @@ def test_a_window_that_never_reaches_paged_attention_is_refused():
     """8 tokens lie inside any real window; the probe narrows it."""
     model = stock_model("gemma2")
 
-    def unaware(forward: Any, *arguments: Any, **named: Any) -> Any:
+    def unaware(forward, *arguments, **named):
         if model.config._attn_implementation != "eager":
             layer.sliding_window = None
         return forward(*arguments, **named)
@@ -101,7 +99,7 @@ def test_a_layer_that_looks_at_its_neighbours_is_refused():
 def test_a_model_that_fails_in_its_own_code_is_refused_with_what_it_said():
     model = stock_model("llama")
 
-    def failing(forward: Any, states: Any) -> Any:
+    def failing(forward, states):
         raise IndexError("no such expert")
 
     wrapped(model.model.layers[1].mlp, failing)

@@ -1,45 +1,39 @@
 """What operators do to a node's blocks over its socket: pins, purges and evictions."""
 
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from tests.unit.test_node_socket import ROOT, joined, prompt, serving, write
-from tiers.blocks.keys import BlockId
 from tiers.errors import NodeError
-from tiers.node.client import NodeClient
 from tiers.tier import TierName
 
 
-def below(folder: Path) -> dict[str, object]:
+def below(folder):
     return {"disk_dir": folder, "disk_bytes": 64 << 20}
 
 
-def settled(client: NodeClient) -> None:
+def settled(client):
     while client.stats()["pools"][0]["is_writing"]:
         time.sleep(0.01)
 
 
-def keys(ids: list[BlockId]) -> list[str]:
+def keys(ids):
     return [each.key.hex() for each in ids]
 
 
-def pinned(
-    client: NodeClient, name: str, ids: list[BlockId], for_s: float = 3600
-) -> dict[str, object]:
+def pinned(client, name, ids, for_s=3600):
     about = {"scope": ROOT.hex(), "keys": keys(ids), "for_s": for_s, "why": "test", "owner": ""}
     return client.operate("pin", name=name, **about)
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
+def path(tmp_path):
     return tmp_path / "node.sock"
 
 
 @pytest.fixture
-def client(path: Path, tmp_path: Path) -> Iterator[NodeClient]:
+def client(path, tmp_path):
     with serving(path, **below(tmp_path / "disk")), joined(path) as client:
         yield client
 

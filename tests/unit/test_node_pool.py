@@ -3,51 +3,48 @@
 import mmap
 import os
 import threading
-from collections.abc import Iterator, Sequence
 from contextlib import closing
-from pathlib import Path
 
 import pytest
 
 from tests.support.memory_tier import MemoryTier, SteppedMover
-from tiers.blocks.keys import BlockId, CacheScope, PrefixKey, block_ids, token_bytes
+from tiers.blocks.keys import CacheScope, PrefixKey, block_ids, token_bytes
 from tiers.disk.open import open_disk
-from tiers.memory.block import Block
 from tiers.node import pool as pool_module
 from tiers.node import spares as spares_module
 from tiers.node.arena import create, frame_stride
 from tiers.node.capacity import Capacity
 from tiers.node.messages import engine_layout
-from tiers.node.pool import Lease, Pool
+from tiers.node.pool import Pool
 from tiers.node.spares import SpareFrames
 from tiers.operations.purge import Purger
 from tiers.telemetry.events import CacheEvent
 from tiers.tier import TierName
-from tiers.transfer.mover import Job, LoadJob, Mover
+from tiers.transfer.mover import LoadJob, Mover
 
 LAYOUT = engine_layout(2, 256, 4, "float32")
 ROOT = CacheScope(weights=b"w").root()
 OTHER = CacheScope(weights=b"v").root()
 
 
-def prompt(number: int, num_blocks: int = 3) -> list[BlockId]:
+def prompt(number, num_blocks=3):
     """Of two scopes: odd and even numbers are two tenants'."""
     return block_ids(OTHER if number % 2 else ROOT, token_bytes([number] * 4 * num_blocks), 4)
 
 
-def pool_of(num_frames: int, mover: Mover | None = None) -> Pool:
+def pool_of(num_frames, mover=None):
     stride = frame_stride(LAYOUT)
     return Pool(create(LAYOUT, num_frames), Capacity(num_frames * stride), mover)
 
 
-def two_pools(num_frames: int) -> tuple[Pool, Pool]:
+def two_pools(num_frames):
     """Pools of two layouts over one capacity, of so many frames of the larger or twice as many."""
     other = engine_layout(4, 256, 4, "float32")
     capacity = Capacity(num_frames * frame_stride(other))
     return Pool(create(LAYOUT, 2 * num_frames), capacity), Pool(create(other, num_frames), capacity)
 
 
-def write(pool: Pool, ids: Sequence[BlockId], client: int = 1) -> list[int]:
+def write(pool, ids, client=1):
     """Store blocks whose bytes tell their key; the frames written."""
     pairs = pool.reserve(ids)
     for position, frame in pairs:
@@ -56,27 +53,27 @@ def write(pool: Pool, ids: Sequence[BlockId], client: int = 1) -> list[int]:
     return [frame for _, frame in pairs]
 
 
-def bytes_of(key: bytes):
+def bytes_of(key):
     import torch
 
     return torch.tensor(list(key), dtype=torch.uint8)
 
 
-def read(pool: Pool, frame: int) -> bytes:
+def read(pool, frame):
     return bytes(pool.memory.rows[frame, :16].tolist())
 
 
-def finished(pool: Pool, lease: Lease) -> list[int]:
+def finished(pool, lease):
     while not lease.is_ready:
         pool.work()
     return pool.settle(lease)
 
 
-def of_scopes(pool: Pool, *roots: PrefixKey) -> list[Block]:
+def of_scopes(pool, *roots):
     return [block for block in pool.residency.index if block.scope in roots]
 
 
-def purge(pool: Pool, root: PrefixKey) -> tuple[int, int]:
+def purge(pool, root):
     """Blocks of a scope removed from memory, and how many of them are in use."""
     purged = Purger(pool.residency, None, lambda roots: []).start([root]).result(0)
     return purged.removed[TierName.HOST].num_blocks, purged.in_use
@@ -129,7 +126,7 @@ def test_pinned_blocks_of_one_layout_leave_for_another_that_has_no_room():
 
 
 @pytest.fixture
-def below(tmp_path: Path) -> Iterator[Mover]:
+def below(tmp_path):
     with closing(open_disk(tmp_path / "disk", LAYOUT, 64 << 20)) as disk:
         mover = Mover(disk)
         mover.start()
@@ -137,7 +134,7 @@ def below(tmp_path: Path) -> Iterator[Mover]:
             yield mover
 
 
-def sink(pool: Pool, ids: Sequence[BlockId], num_others: int) -> None:
+def sink(pool, ids, num_others):
     """Have blocks below memory alone: others took their room."""
     for each in (ids, prompt(2, num_others)):
         write(pool, each)
@@ -181,10 +178,10 @@ def test_readers_share_a_run_in_a_bounded_number_of_jobs(below, monkeypatch):
     pool = pool_of(40, below)
     ids = prompt(1, 40)
     sink(pool, ids, 40)
-    jobs: list[int] = []
+    jobs = []
     submit = below.submit
 
-    def counted(job: Job) -> bool:
+    def counted(job):
         jobs.append(len(job.ids) if isinstance(job, LoadJob) else 0)
         return submit(job)
 
@@ -312,7 +309,7 @@ def test_a_node_touches_no_frames_while_blocks_load_and_a_moment_longer():
         assert touches == (spares._touching is not None)
 
 
-def resident_pages(pool: Pool) -> int:
+def resident_pages(pool):
     return os.fstat(pool.memory.file).st_blocks * 512 // mmap.PAGESIZE
 
 

@@ -1,8 +1,6 @@
 """Quotas in a node: what an owner was promised, nobody else evicts, in memory and on the disk."""
 
 import random
-from collections.abc import Mapping
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,11 +10,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from tests.unit.test_node_pool import purge
 from tests.unit.test_node_socket import LAYOUT, joined, serving
-from tiers.blocks.keys import BlockId, CacheScope, PrefixKey, block_ids, token_bytes
+from tiers.blocks.keys import CacheScope, PrefixKey, block_ids, token_bytes
 from tiers.errors import ConfigurationError, NodeError
 from tiers.node.arena import create, frame_stride
 from tiers.node.capacity import Capacity
-from tiers.node.client import NodeClient
 from tiers.node.pool import Pool
 from tiers.policy.owners import ScopeOwners
 from tiers.policy.quota import Quotas, QuotaShares
@@ -27,11 +24,11 @@ ROOTS = {name: CacheScope(weights=b"w", tenant=name.encode()).root() for name in
 OWNERS = {root: f"tenant:{name}" for name, root in ROOTS.items()}
 
 
-def prompt(tenant: str, number: int, num_blocks: int = 1) -> list[BlockId]:
+def prompt(tenant, number, num_blocks=1):
     return block_ids(ROOTS[tenant], token_bytes([number] * 4 * num_blocks), 4)
 
 
-def fair(num_frames: int, quotas: Mapping[str, int], default: int = 0) -> tuple[Pool, ScopeOwners]:
+def fair(num_frames, quotas, default=0):
     """A pool of so many frames; quotas in frames."""
     owners = ScopeOwners()
     owners.learn(OWNERS)
@@ -41,12 +38,12 @@ def fair(num_frames: int, quotas: Mapping[str, int], default: int = 0) -> tuple[
     return Pool(create(LAYOUT, num_frames), Capacity(total, Quotas(shares, total))), owners
 
 
-def put(pool: Pool, ids: list[BlockId]) -> None:
+def put(pool, ids):
     pool.commit([frame for _, frame in pool.reserve(ids)])
     pool.check()
 
 
-def held(pool: Pool, tenant: str, numbers: range) -> int:
+def held(pool, tenant, numbers):
     return sum(len(pool.probe(prompt(tenant, number)).tiers) for number in numbers)
 
 
@@ -76,11 +73,11 @@ def test_a_pinned_block_within_its_owners_share_stays_in_memory():
     pool.check()
 
 
-def below(folder: Path) -> dict[str, object]:
+def below(folder):
     return {"disk_dir": folder, "disk_bytes": 1 << 20}
 
 
-def store(client: NodeClient, ids: list[BlockId], noise: random.Random) -> None:
+def store(client, ids, noise):
     pairs = client.reserve(ids)
     for _, frame in pairs:
         payload = bytearray(noise.randbytes(client.memory.stride))
@@ -142,13 +139,13 @@ def test_a_damaged_list_of_owners_is_no_list(tmp_path):
 class FairMachine(RuleBasedStateMachine):
     """Whatever three tenants do, nobody loses what was promised to another's block."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.pool, self.owners = fair(8, {"tenant:a": 3, "tenant:b": 2})
-        self.leased: list[list[int]] = []
+        self.leased = []
 
     @rule(tenant=st.sampled_from("abc"), number=st.integers(0, 9), size=st.integers(1, 3))
-    def store(self, tenant: str, number: int, size: int) -> None:
+    def store(self, tenant, number, size):
         quotas = self.pool.capacity.quotas
         before = quotas.usage()
         ids = prompt(tenant, number, size)
@@ -158,7 +155,7 @@ class FairMachine(RuleBasedStateMachine):
             assert group == asks or after[group][0] >= min(used, share), (group, before, after)
 
     @rule(tenant=st.sampled_from("abc"), number=st.integers(0, 9))
-    def lease(self, tenant: str, number: int) -> None:
+    def lease(self, tenant, number):
         frames = self.pool.settle(self.pool.lease(prompt(tenant, number)))
         if frames and len(self.leased) < 4:
             self.leased.append(frames)
@@ -166,21 +163,21 @@ class FairMachine(RuleBasedStateMachine):
             self.pool.release(frames)
 
     @rule()
-    def release(self) -> None:
+    def release(self):
         if self.leased:
             self.pool.release(self.leased.pop())
 
     @rule(tenant=st.sampled_from("abc"), name=st.sampled_from(["tenant:a", "tenant:b", "group:x"]))
-    def rename(self, tenant: str, name: str) -> None:
+    def rename(self, tenant, name):
         self.owners.learn({PrefixKey(ROOTS[tenant]): name})
         self.pool.capacity.regroup()
 
     @rule(tenant=st.sampled_from("abc"))
-    def purge(self, tenant: str) -> None:
+    def purge(self, tenant):
         purge(self.pool, ROOTS[tenant])
 
     @invariant()
-    def what_is_counted_is_there(self) -> None:
+    def what_is_counted_is_there(self):
         self.pool.check()
 
 

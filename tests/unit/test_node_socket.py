@@ -8,10 +8,8 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +18,7 @@ from hypothesis import strategies as st
 
 from cachesvc.observability.table import MetricSample, node_samples
 from tests.support.faulty_storage import FaultyStorage
-from tiers.blocks.keys import BlockId, CacheScope, block_ids, token_bytes
+from tiers.blocks.keys import CacheScope, block_ids, token_bytes
 from tiers.disk.open import open_disk
 from tiers.errors import ConfigurationError, DirectoryLocked, NodeError, NodeGone
 from tiers.node import messages
@@ -29,7 +27,7 @@ from tiers.node.counters import NodeCounters
 from tiers.node.messages import Op, engine_layout
 from tiers.node.node import NodeServer
 from tiers.node.settings import NodeSettings
-from tiers.tier import TierName, TierStats
+from tiers.tier import TierName
 
 LAYOUT = engine_layout(2, 256, 4, "float32")
 ROOT = CacheScope(weights=b"w").root()
@@ -41,12 +39,12 @@ HUGE = (
 )
 
 
-def prompt(number: int, num_blocks: int = 3) -> list[BlockId]:
+def prompt(number, num_blocks=3):
     return block_ids(ROOT, token_bytes([number] * 4 * num_blocks), 4)
 
 
 @contextmanager
-def serving(path: Path, **settings: object) -> Iterator[NodeServer]:
+def serving(path, **settings):
     node = NodeServer(NodeSettings(socket=path, host_bytes=1 << 20, **settings))
     node.open()
     thread = threading.Thread(target=node.run)
@@ -60,24 +58,24 @@ def serving(path: Path, **settings: object) -> Iterator[NodeServer]:
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
+def path(tmp_path):
     return tmp_path / "node.sock"
 
 
 @pytest.fixture
-def node(path: Path) -> Iterator[NodeServer]:
+def node(path):
     with serving(path) as node:
         yield node
 
 
 @contextmanager
-def joined(path: Path) -> Iterator[NodeClient]:
+def joined(path):
     with closing(NodeClient(path, LAYOUT)) as client:
         client.connect()
         yield client
 
 
-def write(client: NodeClient, ids: list[BlockId]) -> None:
+def write(client, ids):
     pairs = client.reserve(ids)
     for position, frame in pairs:
         client.memory.rows[frame, :16] = torch.tensor(list(ids[position].key), dtype=torch.uint8)
@@ -86,7 +84,7 @@ def write(client: NodeClient, ids: list[BlockId]) -> None:
 
 def test_a_run_is_fetched_from_the_disk(path, tmp_path):
     ids = prompt(1)
-    disk: dict[str, object] = {"disk_dir": tmp_path / "disk", "disk_bytes": 64 << 20}
+    disk = {"disk_dir": tmp_path / "disk", "disk_bytes": 64 << 20}
     with serving(path, **disk), joined(path) as client:
         write(client, ids)
     with serving(path, **disk) as node, joined(path) as client:
@@ -157,7 +155,7 @@ def test_a_client_cannot_take_the_memory_from_under_the_node(node, path):
 
 
 def test_a_disk_that_is_full_when_a_client_comes_is_told_to_it(path, tmp_path, monkeypatch):
-    def fallocate(file: int, offset: int, length: int) -> None:
+    def fallocate(file, offset, length):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "posix_fallocate", fallocate)
@@ -174,11 +172,11 @@ def test_a_disk_that_takes_no_blocks_is_in_the_counters(path, tmp_path, monkeypa
     storage, numbers = FaultyStorage(), itertools.count(1)
     monkeypatch.setattr("tiers.node.below.open_disk", partial(open_disk, storage=storage))
 
-    def disk() -> TierStats:
+    def disk():
         [found] = NodeCounters(node.stats()).below()
         return found
 
-    def write_until(so: Callable[[TierStats], bool]) -> None:
+    def write_until(so):
         while not so(disk()):
             write(client, prompt(next(numbers)))
 
@@ -197,7 +195,7 @@ def test_a_disk_that_takes_no_blocks_is_in_the_counters(path, tmp_path, monkeypa
         write_until(lambda disk: disk.shards[0].failing == "")
 
 
-def refused(path: Path, send: Callable[[NodeClient], object], reason: str) -> None:
+def refused(path, send, reason):
     """The message is refused with this reason, and another client is served as before."""
     with joined(path) as client, joined(path) as other:
         with pytest.raises(NodeError, match=reason):

@@ -1,7 +1,6 @@
 """Pins in the cache: kept in at least one tier, bounded, over restarts, and let go in time."""
 
 from array import array
-from pathlib import Path
 
 import pytest
 
@@ -31,14 +30,14 @@ class Bench:
     def __init__(
         self,
         *,
-        device: int = 12,
-        host: int = 16,
-        disk: int = 60,
-        folder: Path | None = None,
-        tier: MemoryTier | None = None,
-        clock: Clock | None = None,
-        write_policy: WritePolicy = WritePolicy.ON_EVICT,
-    ) -> None:
+        device=12,
+        host=16,
+        disk=60,
+        folder=None,
+        tier=None,
+        clock=None,
+        write_policy=WritePolicy.ON_EVICT,
+    ):
         self.clock = clock or Clock()
         self.tier = tier or MemoryTier(disk, block_bytes=LAYOUT.nbytes)
         self.mover = SteppedMover(self.tier, fail_rate=0.0)
@@ -57,16 +56,16 @@ class Bench:
         )
         self.operations = self.cache.operations
 
-    def chain(self, first: int, num_blocks: int, root: PrefixKey = ROOT) -> Chain:
+    def chain(self, first, num_blocks, root=ROOT):
         return Chain(root, array("i", range(first, first + num_blocks * BLOCK)), BLOCK)
 
-    def serve(self, chain: Chain) -> int:
+    def serve(self, chain):
         """Run a request over the chain; how many of its blocks were hits."""
         hits = self.compute(chain)
         self.settle()
         return hits
 
-    def compute(self, chain: Chain) -> int:
+    def compute(self, chain):
         """The same, with no time for the writer."""
         ticket = self.cache.open(chain)
         while self.cache.advance(ticket) is not Progress.READY:
@@ -81,18 +80,18 @@ class Bench:
         self.cache.tables.release(chain, blocks, chain.num_tokens)
         return hits
 
-    def scan(self, num_blocks: int, first: int = 10_000) -> None:
+    def scan(self, num_blocks, first=10_000):
         for start in range(0, num_blocks, 4):
             self.serve(self.chain(first + start * BLOCK, 4))
 
-    def settle(self, seconds: float = 0.1) -> None:
+    def settle(self, seconds=0.1):
         """Let a little time pass and everything under way end."""
         self.clock.now_s += seconds
         for _ in range(4):
             self.mover.run(1000)
             self.cache.step()
 
-    def stands(self, chain: Chain) -> list[bool]:
+    def stands(self, chain):
         """Whether each block is in any tier."""
         below = self.tier.held(chain.keys)
         return [
@@ -155,7 +154,7 @@ def test_what_the_disk_refuses_is_offered_to_it_once_a_second():
     bench.tier.fault_rate = 1.0
     bench.operations.pin("system", pinned, bench.clock.now_s + 3600)
     bench.settle()
-    stores: list[object] = []
+    stores = []
     submit = bench.mover.submit
     bench.mover.submit = lambda job: stores.append(job) or submit(job)
     for _ in range(100):
@@ -245,9 +244,7 @@ def test_a_damaged_file_of_pins_is_kept_beside_the_next_and_said_once(tmp_path, 
     assert said[0].endswith("kept as pins.json.damaged")
 
 
-def retain(
-    bench: Bench, chain: Chain, name: str, owner: str = "a", kind: PinKind = PinKind.SESSION
-) -> int:
+def retain(bench, chain, name, owner="a", kind=PinKind.SESSION):
     return bench.operations.retain(name, chain, bench.clock.now_s + 60, owner=owner, kind=kind)
 
 

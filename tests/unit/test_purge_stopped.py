@@ -1,7 +1,5 @@
 """A purge where no server runs: every folder of the data directory, or a refusal that names one."""
 
-from pathlib import Path
-
 import pytest
 
 from cachesvc.operator.purge import purge_stopped, purge_unserved, together
@@ -22,7 +20,7 @@ IDS = chain(16, block_size=16)
 ROOTS = [SCOPE.root()]
 
 
-def fill_disk(folder: Path) -> None:
+def fill_disk(folder):
     folder.mkdir(parents=True, exist_ok=True)
     disk = open_disk(folder, LAYOUT, 2 << 20)
     disk.store(IDS, FRAMES)

@@ -1,10 +1,7 @@
 """The remote tier believes nothing that arrives, waits for nothing long, and shares prefixes."""
 
 import threading
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -12,7 +9,7 @@ from tests.sim import world as sim
 from tests.support.disks import CAPACITY, FRAMES, blocks, load
 from tests.support.faulty_storage import LAYOUT, SCOPE, chain, fill, put
 from tests.support.memory_tier import MemoryTier
-from tiers.blocks.keys import BlockId, CacheScope
+from tiers.blocks.keys import CacheScope
 from tiers.disk.open import open_disk
 from tiers.errors import ConfigurationError, MissReason
 from tiers.remote.breaker import FAILURES, StoreBreaker
@@ -31,79 +28,72 @@ class Objects:
 
     num_failed = 0
 
-    def __init__(self) -> None:
-        self.held: dict[str, bytes] = {}
+    def __init__(self):
+        self.held = {}
         self.broken = False
         self.num_calls = 0
 
-    def _called(self) -> None:
+    def _called(self):
         self.num_calls += 1
         if self.broken:
             raise RemoteError("no answer in 1 s")
 
-    def exists(self, names: Sequence[str]) -> list[bool]:
+    def exists(self, names):
         self._called()
         return [name in self.held for name in names]
 
-    def get(self, names: Sequence[str]) -> list[bytes | None]:
+    def get(self, names):
         self._called()
         return [self.held.get(name) for name in names]
 
-    def put(self, name: str, data: bytes) -> None:
+    def put(self, name, data):
         self._called()
         self.held[name] = data
 
-    def delete(self, names: Sequence[str]) -> int:
+    def delete(self, names):
         self._called()
         return sum(self.held.pop(name, None) is not None for name in names)
 
-    def names(self, start: str) -> Iterator[str]:
+    def names(self, start):
         self._called()
         yield from [name for name in self.held if name.startswith(start)]
 
-    def close(self) -> None:
+    def close(self):
         pass
 
 
 @pytest.fixture
-def objects() -> Objects:
+def objects():
     return Objects()
 
 
 class Servers:
     """Servers with a disk each, above one store."""
 
-    def __init__(self, root: Path, objects: Objects) -> None:
+    def __init__(self, root, objects):
         self._root = root
         self._objects = objects
-        self._opened: list[StackedTier] = []
+        self._opened = []
 
-    def __call__(
-        self,
-        name: str,
-        writes: RemoteWrites = RemoteWrites.ALL,
-        *,
-        seal: Seal | None = None,
-        breaker: StoreBreaker | None = None,
-    ) -> StackedTier:
+    def __call__(self, name, writes=RemoteWrites.ALL, *, seal=None, breaker=None):
         disk = open_disk(self._root / name, LAYOUT, CAPACITY)
         remote = RemoteTier(self._objects, LAYOUT, disk.read_record, seal=seal, breaker=breaker)
         self._opened.append(StackedTier(disk, remote, writes))
         return self._opened[-1]
 
-    def close(self) -> None:
+    def close(self):
         for tier in self._opened:
             tier.close()
 
 
 @pytest.fixture
-def server(tmp_path: Path, objects: Objects) -> Iterator[Servers]:
+def server(tmp_path, objects):
     servers = Servers(tmp_path, objects)
     yield servers
     servers.close()
 
 
-def store(tier: StackedTier, ids: list[BlockId]) -> None:
+def store(tier, ids):
     assert put(tier, ids, FRAMES) == []
     assert tier.remote.drain(10)
 
@@ -215,7 +205,7 @@ def test_a_slow_publisher_holds_nobody_up_and_leaves_nothing_that_is_evicted(
     tier, keys = server("one"), [block.key for block in blocks()]
     sending, gate, put = threading.Event(), threading.Event(), objects.put
 
-    def slow(name: str, data: bytes) -> None:
+    def slow(name, data):
         sending.set()
         assert gate.wait(20)
         put(name, data)
@@ -278,8 +268,8 @@ def test_a_step_asks_no_store_why_a_prompt_is_cold(monkeypatch):
     """It may take a second to answer. Readers ask it, who run between the turns here."""
     objects = Objects()
 
-    def stacked(*sizes: Any, **more: Any) -> StackedTier:
-        disk: Any = MemoryTier(*sizes, **more)
+    def stacked(*sizes, **more):
+        disk = MemoryTier(*sizes, **more)
         return StackedTier(disk, RemoteTier(objects, LAYOUT, disk), RemoteWrites.ALL)
 
     monkeypatch.setattr(sim, "MemoryTier", stacked)

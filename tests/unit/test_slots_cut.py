@@ -1,14 +1,13 @@
 """A slot or a frame may be cut for blocks without windows, and is whole again when empty."""
 
 import random
-from collections.abc import Sequence
 
 import pytest
 import torch
 
 from tests.support.chain_runner import chain_layout
 from tiers.blocks.chain import Chain
-from tiers.blocks.frames import Frame, FrameArena
+from tiers.blocks.frames import FrameArena
 from tiers.blocks.keys import CacheScope
 from tiers.blocks.layout import BlockLayout, LayerLayout
 from tiers.blocks.part import Part
@@ -16,9 +15,8 @@ from tiers.cache import CacheSettings, TieredCache
 from tiers.errors import CopyFailed
 from tiers.memory.block import Block, BlockState
 from tiers.memory.device import DevicePool, slot_nbytes
-from tiers.memory.residency import Residency
 from tiers.policy.policy import Use
-from tiers.transfer.ticket import Progress, Ticket
+from tiers.transfer.ticket import Progress
 
 FULL, SLIDING = LayerLayout(1, 8, 8), LayerLayout(1, 8, 8, window=40)
 LAYOUT = BlockLayout((FULL, SLIDING, SLIDING, SLIDING), 16, "float32")
@@ -27,13 +25,13 @@ SIZE = 4
 ROOT = CacheScope(tenant=b"cut").root()
 
 
-def rows_of(pool: DevicePool, slot: int) -> torch.Tensor:
+def rows_of(pool, slot):
     """The numbers in a slot that has an owner."""
     rows = pool.tensor[slot].view(-1)
     return rows[: pool._lasting] if pool.places.is_lesser(slot) else rows
 
 
-def taken(slot: int | None) -> int:
+def taken(slot):
     assert slot is not None
     return slot
 
@@ -55,7 +53,7 @@ def test_a_copy_that_gives_other_numbers_is_not_used_and_a_refused_one_fails():
     frame.tensor.fill_(1)
     calls = []
 
-    def copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    def copy(targets, sources):
         calls.append(len(targets))
         if targets[0].dtype is torch.float32:
             raise RuntimeError("no memory")
@@ -79,9 +77,9 @@ def test_slots_of_both_sizes_never_overlap_and_none_is_lost(operators, seed, lay
     pool = DevicePool(layout, 6)
     if seed % 2:
         pool.copy_by(torch.ops.cachesvc.copy)
-    held: dict[int, torch.Tensor] = {}
+    held = {}
 
-    def fill(slot: int) -> None:
+    def fill(slot):
         held[slot] = torch.rand_like(rows_of(pool, slot))
         rows_of(pool, slot).copy_(held[slot])
 
@@ -126,14 +124,14 @@ def test_slots_of_both_sizes_never_overlap_and_none_is_lost(operators, seed, lay
 class Server:
     """A device, and a host if it has frames. Prompts of conversations run beside each other."""
 
-    def __init__(self, num_blocks: int, windowed: int, num_frames: int = 0) -> None:
+    def __init__(self, num_blocks, windowed, num_frames=0):
         layout = chain_layout(SIZE, window=6, windowed=windowed)
         num_bytes = [count * layout.nbytes for count in (num_blocks, num_frames)]
         settings = CacheSettings(device_bytes=num_bytes[0], host_bytes=num_bytes[1])
         self.cache = TieredCache(layout, settings)
-        self.running: list[tuple[Chain, list[Block]]] = []
+        self.running = []
 
-    def begin(self, chain: Chain) -> Ticket | None:
+    def begin(self, chain):
         """Run a prompt, as far as there are slots. The ticket that it began with."""
         ticket = self.cache.open(chain)
         if self.cache.advance(ticket) is not Progress.READY:
@@ -152,12 +150,12 @@ class Server:
                 blocks[number] = self.cache.tables.commit(chain, number, blocks[number])
         return ticket
 
-    def end(self, place: int = 0) -> None:
+    def end(self, place=0):
         chain, blocks = self.running.pop(place)
         self.cache.tables.release(chain, blocks, chain.num_tokens)
 
 
-def prompt(kind: int, num_blocks: int) -> Chain:
+def prompt(kind, num_blocks):
     return Chain(ROOT, [9, 9, 9, 9, *[kind] * (num_blocks * SIZE - 2)], SIZE)
 
 
@@ -186,7 +184,7 @@ def test_as_many_whole_slots_can_be_taken_as_are_said_to_be(seed):
     assert lesser > 4
 
 
-def conversation(server: Server, kind: int, num_blocks: int) -> None:
+def conversation(server, kind, num_blocks):
     for _ in range(2):  # the second use needs the last windows alone
         assert server.begin(prompt(kind, num_blocks)) is not None
         server.end()
@@ -226,7 +224,7 @@ def test_a_prefix_that_ends_in_a_block_without_windows_is_computed_and_then_whol
     assert ticket is not None and 4 == len(ticket.sources)
 
 
-def held_blocks(residency: Residency, lesser: Sequence[bool] = (False, False)) -> list[Block]:
+def held_blocks(residency, lesser=(False, False)):
     """Blocks of one prompt, as many as `lesser` has, in use and on the device."""
     chain = Chain(ROOT, list(range(len(lesser) * SIZE)), SIZE)
     blocks = [Block(0.0) for _ in chain.keys]
@@ -294,7 +292,7 @@ def test_a_block_whose_move_fails_stays_where_it_is(monkeypatch):
     server = Server(21, windowed=3)
     pool = server.cache.pool
 
-    def refuse(slot: int, to: int) -> None:
+    def refuse(slot, to):
         raise CopyFailed("the device refused to copy a block: test")
 
     monkeypatch.setattr(pool, "move", refuse)
@@ -345,7 +343,7 @@ def test_windows_that_only_the_device_has_stay_there():
     residency.check(private_slots=1)
 
 
-def bytes_of(frame: Frame) -> int:
+def bytes_of(frame):
     return LAYOUT.lasting_nbytes if frame.is_lesser else LAYOUT.nbytes
 
 
@@ -361,9 +359,9 @@ def test_how_many_go_into_a_frame():
 def test_frames_of_both_sizes_never_overlap_and_none_is_lost(seed):
     chance = random.Random(seed)
     arena = FrameArena(LAYOUT, 6)
-    held: dict[Frame, bytes] = {}
+    held = {}
 
-    def fill(frame: Frame) -> None:
+    def fill(frame):
         held[frame] = chance.randbytes(bytes_of(frame))
         frame.buffer[:] = held[frame]
 

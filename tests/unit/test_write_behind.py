@@ -3,16 +3,12 @@ tails."""
 
 import gc
 import random
-from collections.abc import Mapping
-from typing import Any
 
 import pytest
 
 from tests.sim.watched import BLOCK
 from tests.sim.world import World
 from tests.unit.test_pins_kept import Bench
-from tiers.blocks.chain import Chain
-from tiers.blocks.keys import PrefixKey
 from tiers.memory.block import Below, Block
 from tiers.memory.losses import LossLog
 from tiers.policy.admission import WritePolicy
@@ -24,23 +20,23 @@ from tiers.transfer.promotion import BLOCKS_PER_LIFT
 LENGTH = 14  # blocks of a prompt
 
 
-def prompts(bench: Bench, count: int) -> list[Chain]:
+def prompts(bench, count):
     return [bench.chain(1_000 * number, LENGTH) for number in range(count)]
 
 
-def lost(bench: Bench) -> int:
+def lost(bench):
     return lost_of(bench.cache.stats().events)
 
 
-def lost_of(events: Mapping[tuple[TierName, CacheEvent], int]) -> int:
+def lost_of(events):
     return sum(count for (_, event), count in events.items() if event is CacheEvent.LOST)
 
 
-def drop_at_the_next_store(bench: Bench, chain: Chain) -> None:
+def drop_at_the_next_store(bench, chain):
     """Have the disk give up a chain's blocks just before it writes others."""
     store = bench.tier.store
 
-    def drop_first(*written: Any) -> list[PrefixKey]:
+    def drop_first(*written):
         bench.tier.store = store
         bench.tier.discard(chain.keys)
         return [*store(*written), *chain.keys]
@@ -201,7 +197,7 @@ def test_a_block_that_left_memory_is_forgotten():
     assert num_blocks() - before <= 20 + 60 + rings
 
 
-def num_blocks() -> int:
+def num_blocks():
     gc.collect()
     return sum(1 for each in gc.get_objects() if type(each) is Block)
 
@@ -251,7 +247,7 @@ def test_what_chunks_push_out_has_been_copied_down_before():
     residency = world.cache.residency
     demote, late = residency.evictor.demote, []
 
-    def noted(block: Block) -> bool:
+    def noted(block):
         late.append(block)
         return demote(block)
 
