@@ -39,7 +39,10 @@ def until(holds: Callable[[], object]) -> None:
 
 
 def until_ready(
-    ready: Callable[[], object], process: "subprocess.Popen[bytes]", log: Path, *errors: type
+    ready: Callable[[], object],
+    process: "subprocess.Popen[bytes]",
+    log: Path,
+    *errors: type[Exception],
 ) -> None:
     """Call `ready` until it raises none of the `errors`. Fails when the program ends before."""
     deadline = time.monotonic() + PATIENCE_S
@@ -49,5 +52,5 @@ def until_ready(
             return
         except errors:
             if process.poll() is not None or time.monotonic() > deadline:
-                pytest.fail(f"{process.args} did not start: {log.read_text()[-2000:]}")
+                pytest.fail(f"{process.args!r} did not start: {log.read_text()[-2000:]}")
             time.sleep(0.03)

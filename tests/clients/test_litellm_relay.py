@@ -1,11 +1,6 @@
 """A server of ours before LiteLLM's proxy before another of ours: each bills what the last did."""
 
 import contextlib
-import json
-import os
-import socket
-import subprocess
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,35 +13,12 @@ from tests.api.real_service import real_service
 from tests.clients.matrix import PROGRAMS
 from tests.e2e.conftest import listening
 from tests.e2e.test_relay_clients import charged
-from tests.patience import PATIENCE_S, free_port, until_ready
+from tests.patience import PATIENCE_S
+from tests.support.litellm import litellm
 from tests.support.upstream import BODIES, CHAT, COMPLETIONS, PATHS
 from tests.support.wire import Script, fake_house
 
 pytestmark = [pytest.mark.clients, pytest.mark.timeout(900)]
-
-
-@contextlib.contextmanager
-def litellm(program: Path, upstream: str, folder: Path, model: str) -> Iterator[str]:
-    """The URL of LiteLLM's proxy before one model of another server's."""
-    given = {"model": f"openai/{model}", "api_base": f"{upstream}/v1", "api_key": "any"}
-    config = {
-        "model_list": [{"model_name": model, "litellm_params": given}],
-        "litellm_settings": {"telemetry": False, "num_retries": 0},
-        "general_settings": {"dangerously_permit_weak_or_unset_master_key": True},
-    }
-    file, log, port = folder / "litellm.yaml", folder / "litellm.log", free_port()
-    file.write_text(json.dumps(config))
-    command = [program, "--config", file, "--host", "127.0.0.1", "--port", str(port)]
-    env = {**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_LOG": "ERROR"}
-    with log.open("wb") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=out, env=env)
-    try:
-        there = ("127.0.0.1", port)
-        until_ready(lambda: socket.create_connection(there, 1).close(), process, log, OSError)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.kill()
-        process.wait()
 
 
 def test_litellms_proxy_passes_on_what_was_cached(tmp_path):
