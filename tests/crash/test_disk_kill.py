@@ -156,7 +156,7 @@ def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch):
 def after_power_cut(root):
     """Make the folder look as one that was open when its machine lost power."""
     meta = read_meta(root)
-    write_meta(root, Meta(1, meta.num_shards, meta.map_bytes, num_blocks=8))
+    write_meta(root, Meta(meta.format, meta.num_shards, meta.map_bytes, num_blocks=8))
 
 
 def test_after_a_power_cut_a_whole_shard_is_kept(tmp_path):
