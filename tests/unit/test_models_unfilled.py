@@ -6,6 +6,7 @@ import logging
 import pytest
 import torch
 from torch import nn
+from transformers import AutoConfig
 
 from engine.models import load
 from engine.models.unfilled import Unfilled
@@ -27,11 +28,12 @@ def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("model_type", [*QUICK, *SLOW])
 def test_it_has_the_same_tensors(model_type, tmp_path, monkeypatch, caplog):
     stock(model_type).save_pretrained(tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path)
     caplog.set_level(logging.INFO, load.__name__)
-    quick = tensors_of(load._load_weights(tmp_path, torch.float32, "cpu"))
+    quick = tensors_of(load._load_weights(tmp_path, config, torch.float32, "cpu"))
     assert ("with symbols" in caplog.text) == (model_type in SLOW)
     monkeypatch.setattr(load, "Unfilled", contextlib.nullcontext)
-    plain = tensors_of(load._load_weights(tmp_path, torch.float32, "cpu"))
+    plain = tensors_of(load._load_weights(tmp_path, config, torch.float32, "cpu"))
     assert quick.keys() == plain.keys() and len(plain) > 10
     for name, tensor in plain.items():
         assert tensor.device.type == "cpu"

@@ -180,17 +180,17 @@ def test_replay_cuts_no_figure_piped_or_in_a_narrow_window(tmp_path):
     trace = tmp_path / "t.jsonl"
     request = {"timestamp": 0, "input_length": 512 * 3, "hash_ids": [0, 1, 2]}
     trace.write_text("\n".join([json.dumps(request)] * 3))
-    words = ["replay", str(trace), "--tiers", "device=1,host=1,disk=1", "--miss-price", "123456789"]
+    words = ["replay", str(trace), "--tiers", "device=1,host=1,disk=1"]
     piped = run(*words)
     assert 0 == piped.returncode, piped.stderr
     (figures,) = json.loads(run(*words, "--json").stdout)
-    cost = f"{float(figures['cost']):,.2f}"
-    for shown in (cost, "device", "host", "disk", "disk GB", "saved"):
+    rate = f"{figures['hit_rate']:.4f}"
+    for shown in (rate, "device", "host", "disk", "written to disk"):
         assert shown in piped.stdout
-    with on_a_terminal(["env", "COLUMNS=80", str(SCRIPT), *words], tmp_path) as terminal:
+    with on_a_terminal(["env", "COLUMNS=50", str(SCRIPT), *words], tmp_path) as terminal:
         terminal.read_to_end()
         text = "\n".join(terminal.lines)
-    assert cost in text
+    assert rate in text
     assert "…" not in piped.stdout + text
-    assert 80 >= max(len(line) for line in terminal.lines if cost in line)
+    assert 50 >= max(len(line) for line in terminal.lines if rate in line)
     assert "not shown here, but in a wider window and with --json: of all" in text
