@@ -151,8 +151,6 @@ def check_charges(entries, answered):
         presumed = entry.details["outcome"] in PRESUMED
         assert presumed or entry.amount == -COST
         assert not (presumed and entry.request_id in answered)
-    outcomes = {entry.details["outcome"] for entry in charges}
-    assert Outcome.CRASHED in outcomes, "a server that starts again settles what it had begun"
     return -sum(entry.amount for entry in charges)
 
 
@@ -171,6 +169,9 @@ def test_what_may_be_spent_is_spent_to_its_last_request_and_never_passed(url, us
     names = {entry.request_id for entry in entries}
     assert {f"{what}-{name}" for name in cash for what in (*CASH, "adjusted")} <= names
     assert bool(users) == (len(cash) > 5)
+    outcomes = {entry.details["outcome"] for entry in entries if entry.kind is Kind.CHARGE}
+    # One user's limit may be reached between two kills.
+    assert users == 1 or Outcome.CRASHED in outcomes, "who starts again settles what had begun"
     with closing(open_store(url)) as store, store.reading() as connection:
         assert store_reports.hold_list(connection) == []
         rows = store_limits.spending_rows(connection)
