@@ -3,7 +3,7 @@
 A policy holds no tensor, lock or clock. Each `Use` carries the time. The owner of a tier's
 blocks drives one: the engine's thread or a node's.
 
-    insert ──► candidate ──victim()──► forgotten (some policies keep a ghost: the key alone)
+    insert ──► candidate ──victim()──► forgotten
                  │   ▲
              hold│   │release                remove() forgets a block that left for another reason
                  ▼   │
