@@ -20,6 +20,7 @@ from api.errors import InvalidRequest, RecordNotFound
 from api.job import Job
 from api.requests.turns import common_length
 from api.routes.quote import quoted_job
+from api.served_model import find_model
 from api.shapes.body import parse
 from api.shapes.schemas import QuoteBody
 from billing.keys import Principal
@@ -57,12 +58,15 @@ async def quote(request: Request, body: ExplainedPrompt, _: MayChange) -> dict[s
 @router.post("/cache/diff", tags=["admin: cache"])
 async def diff(request: Request, body: Pair, _: MayChange) -> dict[str, Any]:
     """The first token at which two prompts diverge, and the text around it."""
-    one, other = (
-        await _tokens(request, body.tenant, body.a),
-        await _tokens(request, body.tenant, body.b),
-    )
+    models = wire_of(request).inference.models
+    (name, one), (second, other) = [
+        await _prompt(request, body.tenant, asked) for asked in (body.a, body.b)
+    ]
+    model = find_model(models, name)
+    if model.scope.tokenizer != find_model(models, second).scope.tokenizer:
+        raise InvalidRequest(f"'{name}' and '{second}' have different tokenizers.", param="b")
     at = common_length(one, other)
-    decode = parts_of(request).decode
+    decode = model.tokenizer.decode
     return {
         "same": at == len(one) == len(other),
         "at_token": at,
@@ -80,10 +84,13 @@ async def _job(request: Request, principal: Principal, asked: dict[str, Any]) ->
     )
 
 
-async def _tokens(request: Request, tenant: str, asked: dict[str, Any] | str) -> "array[int]":
+async def _prompt(
+    request: Request, tenant: str, asked: dict[str, Any] | str
+) -> "tuple[str, array[int]]":
+    """The model's name, and the prompt's tokens."""
     if isinstance(asked, dict):
         job = await _job(request, Principal(tenant or OPERATOR), asked)
-        return job.prompts[0]
+        return job.model.name, job.prompts[0]
     record = parts_of(request).journal.find(asked)
     if record is None:
         raise RecordNotFound(f"the server remembers no request {asked[:64]!r}")
@@ -92,4 +99,4 @@ async def _tokens(request: Request, tenant: str, asked: dict[str, Any] | str) ->
             f"the prompt of {asked[:64]!r} was not stored; set journal.keep_prompts, or give "
             "its body"
         )
-    return record.prompts[0]
+    return record.model, record.prompts[0]

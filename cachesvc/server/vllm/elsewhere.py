@@ -17,6 +17,7 @@ from typing import Any
 
 from cachesvc.config.errors import ConfigError
 from cachesvc.config.places import disk_path, models_path
+from cachesvc.config.sections import EngineSection
 from cachesvc.config.settings import Settings
 from cachesvc.server.memory import of_vllm, warn_of_limit
 from cachesvc.server.vllm.adapters import VllmAdapter, max_rank, read_adapters
@@ -87,23 +88,10 @@ def build(
             max_tokens=place.asked_context,
             tagged=place.reports is not None,
         )
-        key = settings.engine.key.get_secret_value() if settings.engine.urls else ""
-        all_found = run_apart(lambda: asyncio.run(find_all(place.urls, meant, key)))
+        all_found, upstreams = _asked(settings.engine, place.urls, meant)
         found, num_blocks = all_found[0], sum(each.num_blocks for each in all_found)
-        engine = RemoteEngine(
-            [
-                Upstream(EngineHttp(url, key, settings.engine.max_time), each)
-                for url, each in zip(place.urls, all_found, strict=True)
-            ],
-            on_outputs,
-            EngineSettings(
-                max_waiting=settings.engine.max_waiting,
-                eos_token_ids=spoken.eos_token_ids,
-                adapters=digests,
-                check_params=partial(check_params, vocab_size=spoken.vocab_size),
-            ),
-            reports=place.reports,
-        )
+        bounds = _bounds(settings.engine, spoken, digests)
+        engine = RemoteEngine(upstreams, on_outputs, bounds, reports=place.reports)
         engine.start()
         opening.callback(engine.close)
         layout = engine_layout(1, 1, found.block_size, "float32")
@@ -148,6 +136,26 @@ def build(
             opened=opening.pop_all(),
             facts=facts,
         )
+
+
+def _asked(
+    engine: EngineSection, urls: Sequence[str], meant: Meant
+) -> tuple[list[Remote], list[Upstream]]:
+    """What the engines at the URLs say that they are. A child of ours has no key."""
+    key = engine.key.get_secret_value() if engine.urls else ""
+    found = run_apart(lambda: asyncio.run(find_all(urls, meant, key)))
+    pairs = zip(urls, found, strict=True)
+    return found, [Upstream(EngineHttp(url, key, engine.max_time), each) for url, each in pairs]
+
+
+def _bounds(engine: EngineSection, spoken: Spoken, digests: Mapping[str, bytes]) -> EngineSettings:
+    """What a request may be that reaches the engine."""
+    return EngineSettings(
+        max_waiting=engine.max_waiting,
+        eos_token_ids=spoken.eos_token_ids,
+        adapters=digests,
+        check_params=partial(check_params, vocab_size=spoken.vocab_size),
+    )
 
 
 @dataclass(frozen=True, slots=True)
