@@ -50,6 +50,7 @@ def details(
     lookups = served.lookups if served is not None else ()
     found = findings or {}
     return summary(record) | {
+        "traceparent": record.trace_parent or None,
         "prompts": [
             _prompt(lookup, why(lookup, record.arrived_s, found.get(number, NOTHING)))
             for number, lookup in enumerate(lookups)

@@ -378,16 +378,6 @@ class EventsSection(Section):
         return ZmqTable(endpoint=self.zmq) if self.zmq else None
 
 
-class TracingSection(Section):
-    """OpenTelemetry traces of requests, over OTLP/HTTP; needs the extra `otel`."""
-
-    endpoint: str = Field(
-        "",
-        description="OTLP collector, such as http://127.0.0.1:4318; empty sends no traces. "
-        "OTEL_TRACES_SAMPLER chooses which requests are traced",
-    )
-
-
 class LogFormat(StrEnum):
     """How log lines look. `auto` is `console` on a terminal, else `json`."""
 

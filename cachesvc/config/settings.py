@@ -33,7 +33,6 @@ class Settings(BaseSettings):
     billing: sections.BillingSection = Field(default_factory=sections.BillingSection)
     limits: sections.LimitsSection = Field(default_factory=sections.LimitsSection)
     events: sections.EventsSection = Field(default_factory=sections.EventsSection)
-    tracing: sections.TracingSection = Field(default_factory=sections.TracingSection)
     journal: sections.JournalSection = Field(default_factory=sections.JournalSection)
     log: sections.LogSection = Field(default_factory=sections.LogSection)
 

@@ -116,7 +116,6 @@ REMOVED = {
     "engine.grammar_timeout": "a grammar is bounded by its size and its work; take it out",
     "billing.alerts_to": "Prometheus alerts, by the rules in ops/prometheus; take it out",
     "billing.hold_lease": "a hold is leased for 2 minutes and renewed; take it out",
-    "tracing.service_name": "set OTEL_SERVICE_NAME instead",
     "server.replay_turns": "use previous_response_id in /v1/responses instead",
     "server.turn_tokens": "a million tokens of recent turns are kept; take it out",
     "model.threads": "set OMP_NUM_THREADS instead",
@@ -148,8 +147,10 @@ REMOVED = {
         )
     },
     "engine.mixed_chunk_tokens": "it is a quarter of engine.chunk_tokens; take it out",
-    "tracing.sample": "set OTEL_TRACES_SAMPLER=parentbased_traceidratio and "
-    "OTEL_TRACES_SAMPLER_ARG instead",
+    **dict.fromkeys(
+        ("tracing.endpoint", "tracing.sample", "tracing.service_name"),
+        "the journal has each request's times and its traceparent; trace in the gateway before it",
+    ),
     "journal.bytes": "the journal takes 16MiB at most; take it out",
     **{
         f"limits.{who}{what}": f'write limits.{who}s."*" = {{...}} instead'

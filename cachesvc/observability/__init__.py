@@ -1,4 +1,4 @@
-"""Metrics, traces, history and snapshots of a running server.
+"""Metrics, history and snapshots of a running server.
 
-Only this folder knows prometheus_client, opentelemetry, zmq and msgspec.
+Only this folder knows prometheus_client, zmq and msgspec.
 """

@@ -7,12 +7,11 @@ import asyncio
 
 from api.access.auth import Salts
 from api.collaborators import Records
-from api.journal.journal import Journal, JournalSettings, RequestRecord
+from api.journal.journal import Journal, JournalSettings
 from api.requests.kept import owner_of
 from api.requests.responses import StoredResponses
 from api.requests.turns import Conversations
 from cachesvc.config.settings import Settings
-from cachesvc.observability.tracing import open_tracer
 from cachesvc.operator.scopes import ScopeKind, salt_of
 from cachesvc.server.kept_turns import KeptTurns, forget_stored
 from cachesvc.server.remembered import Remembered
@@ -25,14 +24,13 @@ class RequestMemory:
     def __init__(self, settings: Settings, salts: Salts) -> None:
         self._data_dir = settings.server.data_dir
         self._salts = salts
-        self._tracer = open_tracer(settings.tracing)
         self._file = StateFile(self._data_dir / FILE_NAME)
         self._turns = KeptTurns(self._file)
         kept = settings.journal
         self.remembered = Remembered(self._file, max_records=kept.requests)
         journal = JournalSettings(max_requests=kept.requests, keep_prompts=kept.keep_prompts)
         self.records = Records(
-            journal=Journal(journal, on_end=self._on_end),
+            journal=Journal(journal, on_end=self.remembered.keep_record),
             conversations=Conversations(kept=self._turns),
             responses=StoredResponses(kept=self._turns),
         )
@@ -44,8 +42,6 @@ class RequestMemory:
         self._turns.start()
 
     def close(self) -> None:
-        if self._tracer is not None:
-            self._tracer.close()
         self._file.close()
 
     async def forget(self, kind: ScopeKind, name: str) -> None:
@@ -55,8 +51,3 @@ class RequestMemory:
         for each in (records.responses, records.conversations):
             each.forget(owner)
         await asyncio.to_thread(forget_stored, self._data_dir, owner)
-
-    def _on_end(self, record: RequestRecord) -> None:
-        self.remembered.keep_record(record)
-        if self._tracer is not None:
-            self._tracer.trace(record)

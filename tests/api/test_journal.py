@@ -27,9 +27,11 @@ class NamedGate:
 
 async def test_a_finished_request_is_reported_in_full(house, client):
     house.engine.script = Script(hits={"hit_disk": 10})
-    answer = (await client.post(CHAT, json=HELLO)).json()
+    trace = f"00-{32 * 'a'}-{16 * 'b'}-01"
+    answer = (await client.post(CHAT, json=HELLO, headers={"traceparent": trace})).json()
     told = (await client.get(f"/v1/cache/requests/{answer['id']}")).json()
     assert answer["id"] == f"chatcmpl-{told['id']}"
+    assert trace == told["traceparent"], "which finds it in the gateway's trace"
     assert answer["usage"] == told["usage"]
     assert ("finished", "finished") == (told["state"], told["outcome"])
     assert ["stop"] == told["finish_reasons"]
