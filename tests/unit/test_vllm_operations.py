@@ -99,6 +99,19 @@ def test_a_private_prefix_is_sent_to_nobody(path):
         assert 0 == cache.publish(chain).result(0), "no node is asked, and none answers here"
 
 
+def test_the_node_knows_the_owners_of_scopes_as_soon_as_they_are_told(path):
+    with (
+        serving(path, quotas={"tenant:a": 1 << 18}),
+        joined(path) as engine,
+        closing(operations(path, Vllm())) as hands,
+    ):
+        hands.start()
+        write(engine, prompt(1))
+        hands.tell_owners({ROOT: "tenant:a"})
+        (held,) = (each for each in engine.stats()["groups"] if each["group"] == "tenant:a")
+        assert held["used_bytes"] > 0
+
+
 def test_pins_stay_shown_while_the_node_is_away(path):
     with closing(operations(path, Vllm())) as hands:
         with serving(path), joined(path) as engine:

@@ -100,7 +100,7 @@ class NodeWatch:
         self._on_joined = on_joined
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._look, name="cachesvc-node-watch", daemon=True)
-        self._stale = False
+        self._lock = threading.Lock()  # of the connection
         self.counters = NodeCounters()
 
     def start(self) -> None:
@@ -108,9 +108,18 @@ class NodeWatch:
 
     def look(self) -> None:
         """Reads the counters now."""
+        with self._lock:
+            self._read()
+
+    def join_again(self) -> None:
+        """Reconnects now, so that `on_joined` is called."""
+        with self._lock:
+            self._client.close()
+            self._read()
+
+    def _read(self) -> None:
         try:
-            if self._stale or not self._client.is_connected:
-                self._stale = False
+            if not self._client.is_connected:
                 self._client.open()
                 self._on_joined(self._client)
             self.counters = NodeCounters(self._client.stats())
@@ -118,10 +127,6 @@ class NodeWatch:
             logger.debug(f"the node's counters cannot be read: {error}")
             self.counters = NodeCounters()
             self._client.close()
-
-    def join_again(self) -> None:
-        """Reconnects at the next read, so that `on_joined` is called."""
-        self._stale = True
 
     def close(self) -> None:
         self._ended.set()
