@@ -15,6 +15,7 @@ import pytest
 
 from api.relay import passage
 from billing.prices.cards import parse_card
+from engine.remote.client import HttpAnswer
 from tests.api.driver import Visit
 from tests.api.relaying import ALL, bound, charges, paying, quiet, relaying, unreported, usage_of
 from tests.support.billing import card_text, priced
@@ -343,6 +344,34 @@ async def test_a_client_that_leaves_ends_the_work_and_pays_the_prompt_once_it_is
         metrics = (await client.get("/metrics")).text
         counted = len(MOMENTS) * bound(**asked)
         assert f'cachesvc_miss_tokens_total{{reason="unreported"}} {counted}.0' in metrics
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("status", [400, 404, 429, 500])
+async def test_a_client_that_leaves_while_its_refusal_is_read_pays_nothing(
+    up, tmp_path, monkeypatch, stream, status
+):
+    """The endpoint has computed nothing, whatever it would have said. Its connection is closed."""
+    reading, whole = asyncio.Event(), HttpAnswer.whole
+
+    async def read(answer, most_bytes=None):
+        reading.set()
+        return await whole(answer, most_bytes)
+
+    async with relaying(tmp_path, up) as (service, client):
+        monkeypatch.setattr(HttpAnswer, "whole", read)
+        up.status, up.refusal = status, [b'{"error": ', WAIT, *[b" "] * 50_000]
+        app = client._transport.app
+        visit = Visit(app, CHAT, body(CHAT, stream=stream), host="localhost").start()
+        await visit.leave_when(reading.is_set)
+        up.go.set()
+        assert await asyncio.to_thread(up.left.wait, 30), "it was closed"
+        await quiet(service)
+        (entry,) = charges(service)
+        assert ({}, 0) == (usage_of(entry), entry.amount)
+        assert "client_gone" == entry.details["outcome"]
+        assert 0 == sites(service)[0].num_in_flight
+        assert 1 == len(up.asked), "nobody is there to ask again for"
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -52,7 +52,7 @@ class Handler(BaseHTTPRequestHandler):
     def say_json(self, document: Any, status: int = 200, headers: Mapping[str, str] = {}) -> None:
         self.say(status, json.dumps(document).encode(), headers)
 
-    def play(self, script: Script, headers: Mapping[str, str] = {}) -> None:
+    def play(self, script: Script, headers: Mapping[str, str] = {}, status: int = 200) -> None:
         """A stream of events: bytes are sent, numbers are seconds to wait, `RESET` closes. Nothing
         is sent before the first bytes."""
         assert isinstance(self.server, StandIn)
@@ -70,7 +70,7 @@ class Handler(BaseHTTPRequestHandler):
                 else:
                     assert isinstance(step, bytes)
                     if not has_begun:
-                        self._begin(headers)
+                        self._begin(headers, status)
                         has_begun = True
                     self.wfile.write(b"%x\r\n%s\r\n" % (len(step), step))
                     self.wfile.flush()
@@ -78,8 +78,8 @@ class Handler(BaseHTTPRequestHandler):
         except OSError:
             self.server.left.set()
 
-    def _begin(self, headers: Mapping[str, str]) -> None:
-        self.send_response(200)
+    def _begin(self, headers: Mapping[str, str], status: int) -> None:
+        self.send_response(status)
         about = {"content-type": "text/event-stream", "transfer-encoding": "chunked"}
         for name, value in {**about, **headers}.items():
             self.send_header(name, value)

@@ -22,7 +22,8 @@ class UpstreamServer(StandIn):
     def __init__(self, name: str = "up", **card: Any) -> None:
         super().__init__(_Handler)
         self.cards: list[dict[str, Any]] = [{"id": name, "max_model_len": 4000, **card}]
-        self.status, self.headers, self.refusal = 200, dict[str, str](), b"{}"
+        self.status, self.headers = 200, dict[str, str]()
+        self.refusal: bytes | Script = b"{}"
         self.script: dict[str, Script] = {path: stream_of(path) for path in PATHS}
         self.whole: dict[str, bytes | Script] = {path: compact(WHOLE[path]) for path in PATHS}
         self.asked: list[tuple[str, Mapping[str, str], dict[str, Any]]] = []
@@ -42,7 +43,10 @@ class _Handler(Handler):
         headers = {"x-inside": "rack 7", "set-cookie": "a=b", **server.headers}
         of_json = {"content-type": "application/json"} | headers
         if server.status != 200:
-            self.say(server.status, server.refusal, of_json)
+            if isinstance(refusal := server.refusal, bytes):
+                self.say(server.status, refusal, of_json)
+            else:
+                self.play(refusal, of_json, server.status)
         elif body.get("stream"):
             self.play(server.script[self.path], headers)
         elif isinstance(whole := server.whole[self.path], bytes):
