@@ -173,7 +173,10 @@ async def endpoint(port: int) -> ForkServerProcess:
 async def under(load: Load, work: Callable[[Load], Awaitable[None]]) -> None:
     """Does `work` while clients ask; then lets them end, and stops the relay."""
     limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(timeout=60, limits=limits) as client, asyncio.TaskGroup() as group:
+    async with (
+        httpx.AsyncClient(timeout=PATIENCE_S, limits=limits) as client,
+        asyncio.TaskGroup() as group,
+    ):
         for _ in range(CLIENTS):
             group.create_task(load.ask(client))
         await work(load)
