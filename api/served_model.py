@@ -80,14 +80,16 @@ class Endpoint:
     """Where a model's requests pass to as they are: `sites` that speak the clients' protocols.
 
     `model` is their name of the model. `key` is ours there. `salted` are the paths where they
-    keep prompts of different `cache_salt` apart. `began` and `ended` are told of each request that
-    passes. `watch` asks sites that fail whether they are back; it runs while the app does.
+    keep prompts of different `cache_salt` apart. `counts_one`: of several prompts in a request they
+    count the first alone. `began` and `ended` are told of each request that passes. `watch` asks
+    sites that fail whether they are back; it runs while the app does.
     """
 
     sites: "Upstreams"
     model: str
     key: str = field(default="", repr=False)
     salted: frozenset[str] = frozenset()
+    counts_one: bool = False
     began: Callable[[], None]
     ended: Callable[[StepOutput], None]
     watch: Callable[[], Coroutine[Any, Any, None]]

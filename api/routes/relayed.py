@@ -32,7 +32,7 @@ async def relayed(arrival: Arrival, protocol: ClientProtocol) -> Response | None
     if model.endpoint is None:
         return None
     body = checked(labels_of(document, protocol), PassedBody)
-    body.check(wire.settings.max_choices)
+    body.check(1 if model.endpoint.counts_one else wire.settings.max_choices)
     if arrival.request.headers.get("x-cachesvc"):
         raise Unsupported("X-Cachesvc is not served with this model: its answers pass unchanged.")
     scope = wire.access.salts.scoped(model.scope, tenant)

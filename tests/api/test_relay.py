@@ -252,6 +252,22 @@ async def test_what_cannot_pass_is_refused_by_name(up, tmp_path):
         assert [] == up.asked and [] == charges(service)
 
 
+async def test_of_an_endpoint_that_counts_one_prompt_no_more_are_asked(tmp_path):
+    """llama-server: what it says of its context is bounded by, and its other prompts were free."""
+    meta = {"n_ctx": CONTEXT, "n_ctx_train": 9000}
+    llama = UpstreamServer(owned_by="llamacpp", max_model_len=None, meta=meta)
+    with served(llama) as up:
+        async with relaying(tmp_path, up) as (service, client):
+            for more in ({"prompt": ["Hello", "You"]}, {"prompt": [[1], [2]]}, {"n": 2}):
+                answer = await client.post(COMPLETIONS, json=body(COMPLETIONS, **more))
+                assert 400 == answer.status_code
+                assert "more than the 1 that" in answer.json()["error"]["message"]
+            assert CONTEXT == service.core.engine.max_tokens and [] == up.asked == usages(service)
+            for one in ("Hello", ["Hello"], [1, 2]):
+                await client.post(COMPLETIONS, json=body(COMPLETIONS, prompt=one))
+            assert [ALL] * 3 == usages(service)
+
+
 async def test_a_prompt_that_may_be_long_is_priced_by_what_it_was(up, tmp_path):
     """A card with dearer long prompts: the body's bound is above its length, the prompt is not."""
     long = {"prompt_tokens": 200, "hit": "2", "miss": "20", "output": "40"}

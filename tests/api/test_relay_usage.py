@@ -407,9 +407,88 @@ LITELLM: Mapping[str, tuple[list[Said], bool, Usage]] = {
     "Responses": ([{"usage": LITELLM_RESPONSE}], False, HIT),
     "Messages, streamed": ([{"type": "message_delta", "usage": LITELLM_DELTA}], True, HIT),
 }  # fmt: skip
+# llama.cpp's server (xllamacpp 2026.10.11549) on a tiny GGUF file, asked through a relay: prompts
+# of 308 and 267 tokens, the first time and again.
+LLAMA_TIMES = {"cache_n": 307, "prompt_n": 1, "prompt_ms": 0.449, "predicted_n": 4}
+LLAMA_USAGE = {
+    "completion_tokens": 4,
+    "prompt_tokens": 308,
+    "total_tokens": 312,
+    "prompt_tokens_details": {"cached_tokens": 307},
+}
+LLAMA_RESPONSE = {
+    "input_tokens": 308,
+    "output_tokens": 4,
+    "total_tokens": 312,
+    "input_tokens_details": {"cached_tokens": 307},
+}
+LLAMA_START = {"cache_read_input_tokens": 307, "input_tokens": 1, "output_tokens": 0}
+LLAMA_FIRST = {"cache_n": 307, "prompt_n": 0, "prompt_ms": 0.0, "predicted_n": 0}
+LLAMA_HIT = Usage(hit_device=307, miss=1, output=4)
+LLAMA: Mapping[str, tuple[list[Said], bool, Usage]] = {
+    "completions, cold": (
+        [
+            usage(267, 4, **details(cached_tokens=0))
+            | {"timings": {"cache_n": 0, "prompt_n": 267, "prompt_ms": 6.756, "predicted_n": 4}}
+        ],
+        False,
+        Usage(miss=267, output=4),
+    ),
+    "chat": ([{"usage": LLAMA_USAGE, "timings": LLAMA_TIMES}], False, LLAMA_HIT),
+    "chat, streamed with timings_per_token and return_progress": (
+        [
+            {
+                "choices": [{"finish_reason": None, "index": 0, "delta": {"content": None}}],
+                "timings": LLAMA_FIRST,
+                "prompt_progress": {"total": 308, "cache": 307, "processed": 307, "time_ms": 0},
+            },
+            {
+                "choices": [{"finish_reason": None, "index": 0, "delta": {"content": "a"}}],
+                "timings": {**LLAMA_TIMES, "predicted_n": 1},
+            },
+            {"choices": [{"finish_reason": "length", "index": 0, "delta": {}}]},
+            {"choices": [], "usage": LLAMA_USAGE, "timings": LLAMA_TIMES},
+        ],
+        False,
+        LLAMA_HIT,
+    ),
+    "completions, streamed: its last choice has the usage": (
+        [
+            {
+                "choices": [{"text": "", "index": 0, "logprobs": None, "finish_reason": "length"}],
+                "usage": LLAMA_USAGE,
+                "timings": LLAMA_TIMES,
+            }
+        ],
+        False,
+        LLAMA_HIT,
+    ),
+    "Messages": ([{"usage": {**LLAMA_START, "output_tokens": 4}}], True, LLAMA_HIT),
+    "Messages, streamed: the prompt at the start alone": (
+        [
+            {"type": "message_start", "message": {"usage": LLAMA_START}},
+            {"type": "message_delta", "usage": {"output_tokens": 4}},
+        ],
+        True,
+        LLAMA_HIT,
+    ),
+    "Responses": ([{"usage": LLAMA_RESPONSE}], False, LLAMA_HIT),
+    "Responses, streamed, with timings beside": (
+        [
+            {"type": "response.created", "response": {"status": "in_progress"}},
+            {
+                "type": "response.completed",
+                "response": {"status": "completed", "usage": LLAMA_RESPONSE},
+                "timings": LLAMA_TIMES,
+            },
+        ],
+        False,
+        LLAMA_HIT,
+    ),
+}
 
 
-@pytest.mark.parametrize("case", [*RECORDED.values(), *LITELLM.values()])
+@pytest.mark.parametrize("case", [*RECORDED.values(), *LITELLM.values(), *LLAMA.values()])
 def test_a_real_endpoint_is_billed_as_it_counts(case):
     said, is_partial, expected = case
     assert expected == bill(read(*said, is_partial=is_partial))

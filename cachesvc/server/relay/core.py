@@ -177,6 +177,7 @@ def build(
             model=model,
             key=key,
             salted=frozenset.intersection(*(each.salted for each in found)),
+            counts_one=any(each.counts_one for each in found),
             began=relay.began,
             ended=relay.ended,
             watch=relay.watch,
@@ -189,6 +190,7 @@ class _Found:
     model: str
     max_context: int = 0  # 0: it does not say
     salted: frozenset[str] = frozenset()
+    counts_one: bool = False
 
 
 async def _found_all(urls: Sequence[str], key: str, name: str) -> list[_Found]:
@@ -231,6 +233,8 @@ def _picked(url: str, status: int, said: bytes, name: str) -> _Found:
             f"the endpoint at {url} has no model {name}: GET /v1/models gives {has}. Name one "
             "of them with --model"
         )
-    lengths = (card.get(each) for each in _CONTEXTS)
+    owner, meta = str(card.get("owned_by")), card.get("meta")  # llama-server's
+    lengths = [card.get(each) for each in _CONTEXTS]
+    lengths += [meta.get("n_ctx")] if isinstance(meta, dict) else []
     length = next((each for each in lengths if type(each) is int and each > 0), 0)
-    return _Found(card["id"], length, _SALTED.get(str(card.get("owned_by")), frozenset()))
+    return _Found(card["id"], length, _SALTED.get(owner, frozenset()), owner == "llamacpp")
