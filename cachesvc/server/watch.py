@@ -92,11 +92,10 @@ class ServerWatch:
             if stats.num_running or stats.num_waiting or stats.num_loading:
                 continue
             await asyncio.to_thread(self._spare_memory.give_back)
-            if self._core.blocks is None:
+            if (call := self._core.blocks) is None:
                 continue
             try:
-                checked = self._core.blocks(lambda cache: cache.check())
-                await asyncio.wrap_future(checked)
+                await asyncio.wrap_future(call(lambda cache: cache.check()))
             except AssertionError as error:
                 self._violations["blocks"] += 1
                 logger.error(f"an invariant of the tiers is broken: {error}")

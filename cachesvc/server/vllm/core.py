@@ -4,14 +4,14 @@ This process has no blocks. What operators see comes from the engine and from it
 they change is changed in the node.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, Never, Protocol
+from typing import Any, Never, Protocol, TypeVar
 
-from api.served_model import Endpoint
-from cachesvc.server.backend import ServedEngine
+from api.served_model import Endpoint, EngineClient
+from engine.engine import EngineStats
 from engine.errors import EngineError
 from engine.promise import Promise
 from engine.structure import Compiler
@@ -27,6 +27,8 @@ from tiers.stats import CacheStats
 from tiers.steady_clock import SteadyClock
 from tiers.tier import TierName, TierStats
 
+T = TypeVar("T")
+
 
 class ElsewhereError(EngineError):
     """The blocks are not in this process; the message says where they are."""
@@ -40,6 +42,19 @@ class BlocksElsewhere(CacheOperations, Protocol):
 
     def tell_owners(self, owners: Mapping[PrefixKey, str]) -> None:
         """Passes the owners of scopes on, for quotas."""
+
+
+class ServedEngine(EngineClient, Protocol):
+    """An engine elsewhere, for the server itself; as `engine.engine.Engine` is."""
+
+    max_tokens: int
+
+    @property
+    def failure(self) -> BaseException | None: ...
+
+    def call(self, function: Callable[[CacheOperations], T]) -> "Future[T]": ...
+
+    def stats(self) -> EngineStats: ...
 
 
 @dataclass(frozen=True, slots=True)
