@@ -237,19 +237,6 @@ def test_a_block_evicted_while_it_is_read_is_absent(tmp_path):
     assert not tier.stats().faults
 
 
-def test_cold_blocks_are_read_past_the_page_cache(tmp_path):
-    tier = opened(tmp_path)
-    for seed in range(20):
-        store(tier, blocks(seed=seed))
-    tier.close()
-    fd = os.open(tmp_path / "shard-000" / "data.mdb", os.O_RDONLY)
-    os.fsync(fd)
-    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    os.close(fd)
-    tier = opened(tmp_path)
-    assert [load(tier, blocks(seed=seed)).num_blocks for seed in range(20)] == [4] * 20
-
-
 def test_a_condemned_record_is_deleted_though_a_write_fails_between(tmp_path):
     storage = FaultyStorage()
     tier = opened(tmp_path, storage)

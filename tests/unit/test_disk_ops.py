@@ -8,6 +8,7 @@ import pytest
 from tests.children import ran
 from tests.support.disks import CAPACITY, FRAMES, Clock, blocks, closed_later, store
 from tests.support.faulty_storage import LAYOUT, fetched
+from tests.unit.test_disk_faults import flip
 from tiers.blocks.keys import TOKEN_BYTES, CacheScope
 from tiers.disk.format.rows import DAY_S
 from tiers.disk.inspection.opening import open_shards
@@ -49,11 +50,7 @@ def harm(tier_root, block):
     """Change one byte of a stored payload."""
     with open_view(tier_root) as view:
         offset = view.shards[0].find([block.key])[0].place.offset
-    with (tier_root / "shard-000" / "data.mdb").open("r+b") as file:
-        file.seek(offset + 1500)
-        byte = file.read(1)[0]
-        file.seek(offset + 1500)
-        file.write(bytes([byte ^ 0x40]))
+    flip(tier_root / "shard-000" / "data.mdb", offset + 1500, bit=6)
 
 
 def test_a_view_lists_what_was_stored(tier):

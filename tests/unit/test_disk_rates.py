@@ -6,7 +6,7 @@ from contextlib import closing
 
 import pytest
 
-from tests.support.faulty_storage import chain, fill, holds, take, wipe
+from tests.support.faulty_storage import chain, fetched, put, take
 from tiers.blocks.frames import FrameArena
 from tiers.blocks.layout import BlockLayout
 from tiers.disk import rates
@@ -109,13 +109,8 @@ def stored(tier, seed):
     """The codecs with which new blocks are written. They are then loaded and compared."""
     frames = take(FrameArena(LAYOUT, COUNT + 1), COUNT + 1)
     ids = chain(COUNT, block_size=LAYOUT.block_size, seed=seed)
-    for frame, block in zip(frames, ids, strict=False):
-        fill(frame, block)
-    assert not tier.store(ids, frames[:COUNT])
-    wipe(frames)
-    assert COUNT == tier.load(ids, frames[:COUNT]).num_blocks
-    for frame, block in zip(frames, ids, strict=False):
-        assert holds(frame, block, frames[COUNT])
+    assert not put(tier, ids, frames)
+    assert COUNT == fetched(tier, ids, frames).num_blocks
     with tier.view() as view:
         heads = [
             unpack_header(entry.header)

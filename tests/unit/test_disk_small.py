@@ -9,7 +9,7 @@ import random
 import pytest
 
 from tests.support.disks import oldest_first
-from tests.support.faulty_storage import chain, fill, holds, take
+from tests.support.faulty_storage import chain, fetched, put, take
 from tiers.blocks.frames import FrameArena
 from tiers.blocks.layout import BlockLayout
 from tiers.disk.inspection.maintenance import delete
@@ -67,9 +67,7 @@ class SmallDisk:
     def store(self):
         ids = self.run(self.num_runs)
         self.num_runs += 1
-        for frame, block in zip(self.frames, ids, strict=False):
-            fill(frame, block)
-        self.tier.store(ids, self.frames[:RUN])
+        put(self.tier, ids, self.frames)
 
     def fill_up(self):
         while not self.tier.stats().evicted:
@@ -77,13 +75,8 @@ class SmallDisk:
 
     def load(self, num_runs):
         """Hits on runs that may be there still."""
-        frames, hits = self.frames[:RUN], 0
-        for _ in range(num_runs):
-            ids = self.run(self.dice.randrange(self.num_runs))
-            count = self.tier.load(ids, frames).num_blocks
-            assert all(map(holds, frames[:count], ids, [self.frames[RUN]] * count))
-            hits += count
-        return hits
+        some = [self.run(self.dice.randrange(self.num_runs)) for _ in range(num_runs)]
+        return sum(fetched(self.tier, ids, self.frames).num_blocks for ids in some)
 
     def has_newest(self):
         return self.tier.probe(self.run(self.num_runs - 1)) == RUN

@@ -6,7 +6,7 @@ from contextlib import closing
 
 import pytest
 
-from tests.support.faulty_storage import SCOPE, chain, fill, take, wipe
+from tests.support.faulty_storage import SCOPE, chain, fill, put, take, wipe
 from tests.unit.test_remote_tier import Objects
 from tiers.blocks.frames import FrameArena
 from tiers.blocks.layout import BlockLayout, LayerLayout
@@ -39,9 +39,7 @@ def blocks(seed=0, count=4):
 
 
 def store(tier, ids):
-    for frame, block in zip(FRAMES, ids, strict=False):
-        fill(frame, block)
-    return tier.store(ids, FRAMES[: len(ids)])
+    return put(tier, ids, FRAMES)
 
 
 def load(tier, ids, *parts):
@@ -206,7 +204,7 @@ def test_a_store_below_gets_whole_records_or_what_there_is(tmp_path):
         return StackedTier(disk, RemoteTier(objects, LAYOUT, disk.read_record), RemoteWrites.ALL)
 
     with closing(server("one")) as one:
-        one.disk.store(ids[:3], take_filled(ids[:3]))
+        store(one.disk, ids[:3])
         one.disk.discard(windows_of(ids[1:2]))
         assert 3 == one.publish(keys_of(ids[:3])).result(60)
     parts = [unpack_header(data) for data in objects.held.values()]
@@ -219,12 +217,6 @@ def test_a_store_below_gets_whole_records_or_what_there_is(tmp_path):
         assert 3 == load(two, ids[:3], WINDOW, LASTING, WHOLE).num_blocks
         assert not two.remote.stats().faults
     assert 3 == len(objects.held)
-
-
-def take_filled(ids):
-    for frame, block in zip(FRAMES, ids, strict=False):
-        fill(frame, block)
-    return FRAMES[: len(ids)]
 
 
 @pytest.mark.parametrize("seed", range(3))

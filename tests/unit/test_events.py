@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from tests.support.faulty_storage import SCOPE, chain, fill, take
+from tests.support.faulty_storage import SCOPE, chain, put, take
 from tiers.blocks.frames import FrameArena
 from tiers.blocks.layout import BlockLayout
 from tiers.disk.open import open_disk
@@ -95,9 +95,7 @@ def test_who_applies_the_disks_events_knows_what_it_holds(tier, stream):
     stored = []
     for seed in range(60):
         ids = chain(4, block_size=LAYOUT.block_size, seed=seed)
-        for frame, block in zip(frames, ids, strict=True):
-            fill(frame, block)
-        tier.store(ids, frames)
+        put(tier, ids, frames)
         stored += ids
         if chance.random() < 0.3:
             tier.discard([block.key for block in chance.sample(stored, 3)])
@@ -118,10 +116,7 @@ def test_who_applies_the_disks_events_knows_what_it_holds(tier, stream):
 def test_an_event_of_the_disk_tells_tokens_parent_and_size(tier, stream):
     subscription = stream.subscribe()
     ids = chain(2, block_size=LAYOUT.block_size)
-    frames = take(FrameArena(LAYOUT, 2), 2)
-    for frame, block in zip(frames, ids, strict=True):
-        fill(frame, block)
-    tier.store(ids, frames)
+    put(tier, ids, take(FrameArena(LAYOUT, 2), 2))
     told = {event.key: event for event in subscription.take()}
     event = told[ids[1].key]
     assert (EventKind.MOVED, TierName.DISK, TierName.HOST) == (event.kind, event.tier, event.source)

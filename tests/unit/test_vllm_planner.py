@@ -27,6 +27,7 @@ class Link:
     def __init__(self, tiers):
         self.tiers = tiers
         self.may_answer = threading.Event()
+        self.may_answer.set()
         self.answered = threading.Event()
         self.asked = []
         self.fetched = []
@@ -42,7 +43,7 @@ class Link:
         self.fetched.append(ids)
 
     def close(self):
-        self.may_answer.set()
+        pass
 
 
 @pytest.fixture
@@ -70,7 +71,7 @@ def planner(planning, link):
     made = planning(WHOLE, link=link)
     made.wait_s = 0
     yield made
-    link.close()
+    link.may_answer.set()
 
 
 def request(num_tokens=4 * SIZE, name="a", salt=None):
@@ -99,6 +100,7 @@ def matched(planner, asked, computed=0):
 
 def test_vllm_goes_on_while_the_node_looks(planner, link):
     slow = request()
+    link.may_answer.clear()
     assert planner.match(slow, 0) is None
     assert planner.match(slow, 0) is None
     link.may_answer.set()
@@ -120,7 +122,6 @@ def test_what_is_not_in_the_nodes_memory_is_loaded_from_the_lookup_on_and_moved_
     planner, link, tiers, is_below
 ):
     link.tiers = tiers
-    link.may_answer.set()
     found = matched(planner, request())
     assert [len(tiers)] * is_below == [len(ids) for ids in link.fetched]
     planner.allocated(request(), [[7, 8, 9, 10]], found)
@@ -130,6 +131,7 @@ def test_what_is_not_in_the_nodes_memory_is_loaded_from_the_lookup_on_and_moved_
 
 def test_an_answer_for_fewer_tokens_than_vllm_has_now_is_not_used(planner, link):
     asked = request()
+    link.may_answer.clear()
     assert planner.match(asked, 0) is None
     link.may_answer.set()
     assert 2 * SIZE == matched(planner, asked, SIZE)
@@ -137,7 +139,6 @@ def test_an_answer_for_fewer_tokens_than_vllm_has_now_is_not_used(planner, link)
 
 
 def test_a_block_is_held_when_every_rank_has_its_part(planning, link):
-    link.may_answer.set()
     planner = planning(WHOLE, ranks=2, link=link)
     first, second = rank_roots(SCOPE.root(), 2)
     link.held_by[second] = [TierName.DISK]
@@ -151,7 +152,6 @@ def test_a_block_is_held_when_every_rank_has_its_part(planning, link):
 )
 def test_a_failed_load_is_not_tried_again_for_its_request(planner, link, bad, hits):
     """The node would promise the same blocks again, and vLLM would ask for ever."""
-    link.may_answer.set()
     asked, other = request(), request(name="b")
     planner.allocated(asked, [[7, 8, 9, 10]], matched(planner, asked))
     planner.allocated(other, [[3, 4, 5, 6]], matched(planner, other))
@@ -170,9 +170,8 @@ def test_a_failed_load_is_not_tried_again_for_its_request(planner, link, bad, hi
 def stepping(planning, link):
     """A planner of an engine whose loop knows a step's end before it plans the next."""
     link.tiers = [TierName.HOST, TierName.DISK]
-    link.may_answer.set()
     made = planning(WHOLE, link=link, may_load_in_step=True)
-    made.saves.bind(Blocks())
+    pool_of(made)
     return made
 
 
@@ -208,7 +207,6 @@ def test_a_step_waits_for_no_remote_tier_nor_for_a_slow_one(stepping, link):
 )
 def test_a_step_waits_only_where_a_load_that_falls_short_can_be_mended(planning, link, groups, may):
     link.tiers = [TierName.HOST] * 3
-    link.may_answer.set()
     planner = planning(*groups, link=link, may_load_in_step=may)
     asked = request()
     assert matched(planner, asked)
@@ -316,24 +314,30 @@ class Blocks:
             assert self.users[block] >= 0
 
 
-def test_a_window_and_a_state_are_held_until_every_rank_has_stored_them(planning):
-    groups = (WHOLE, WINDOW, STATE)
-    planner = planning(*groups, ranks=2)
-    pool, asked = Blocks(), request(6 * SIZE)
+def pool_of(planner):
+    pool = Blocks()
     planner.saves.bind(pool)
+    return pool
+
+
+def step(planner, asked, tables, computed, num_blocks=1, states=()):
+    """A step in which vLLM computes so many blocks more of a request, and hands over states."""
+    asked.num_computed_tokens = computed * SIZE
+    handed = {asked.request_id: [*states]} if states else {}
+    state = SimpleNamespace(get_block_ids=lambda name: tables, boundary_state_offloads=handed)
+    planner.saves.step(state, {asked.request_id: num_blocks * SIZE})
+
+
+def test_a_window_and_a_state_are_held_until_every_rank_has_stored_them(planning):
+    planner = planning(WHOLE, WINDOW, STATE, ranks=2)
+    pool, asked = pool_of(planner), request(6 * SIZE)
     tables = [[1, 2, 3, 4, 5, 6], [11, 12, 13, 14, 15, 16], [0, 0, 0, 24, 25, 0]]
     planner.allocated(asked, tables, 0)
-    asked.num_computed_tokens = 0
-    state = SimpleNamespace(
-        get_block_ids=lambda name: tables, boundary_state_offloads={"a": [(2, 24, 4 * SIZE)]}
-    )
-    planner.saves.step(state, {"a": 4 * SIZE})
+    step(planner, asked, tables, 0, 4, [(2, 24, 4 * SIZE)])
     assert [1, 1, 1, 1, 0] == [pool.users[n] for n in (11, 12, 14, 24, 15)]
     assert ((), ()) == planner.take(), "its step is not done"
-    asked.num_computed_tokens = 4 * SIZE
     tables[1][:2] = [0, 0]  # vLLM has freed them
-    state.boundary_state_offloads = {}
-    planner.saves.step(state, {"a": SIZE})
+    step(planner, asked, tables, 4)
     (), (save,) = planner.take()
     assert [(1, (11, 12, 13, 14)), (2, (24,))] == [(p.group, p.blocks) for p in save.pieces]
     planner.saves.saved({save.name: 1})
@@ -354,14 +358,10 @@ def held_states(planning, num_bytes, *, begins=0):
     size = state_layout(1, num_bytes // 4, SIZE, "float32")
     group = KvGroup(1, ("d",), size, window=2, is_aligned=True)
     planner = planning(WHOLE, group)
-    pool, asked = Blocks(), request(16 * SIZE)
-    planner.saves.bind(pool)
+    pool, asked = pool_of(planner), request(16 * SIZE)
     planner.allocated(asked, [[], []], 0)
     for block in range(begins, 16):
-        tables = [list(range(1, block + 2)), [0] * block + [50 + block]]
-        state = SimpleNamespace(get_block_ids=lambda name, t=tables: t, boundary_state_offloads={})
-        asked.num_computed_tokens = block * SIZE
-        planner.saves.step(state, {"a": SIZE})
+        step(planner, asked, [list(range(1, block + 2)), [0] * block + [50 + block]], block)
     return [block for block in range(16) if pool.users[50 + block]]
 
 
@@ -386,8 +386,7 @@ def stored(planner):
 
 def test_a_node_that_hangs_keeps_half_of_vllms_blocks_or_one_request(planning):
     planner = planning(WHOLE)
-    pool = Blocks()
-    planner.saves.bind(pool)
+    pool = pool_of(planner)
     ended(planner, "long", range(1, 91))
     assert [90] == stored(planner), "nothing else waits"
     ended(planner, "more", range(91, 100))
@@ -407,31 +406,24 @@ def test_a_node_that_hangs_keeps_half_of_vllms_blocks_or_one_request(planning):
 
 def test_windows_that_wait_for_their_stores_count_as_held(planning):
     planner = planning(WHOLE, WINDOW)
-    pool, asked = Blocks(), request(60 * SIZE)
-    planner.saves.bind(pool)
+    pool, asked = pool_of(planner), request(60 * SIZE)
     tables = [list(range(1, 61)), [*range(40, 100)]]
     planner.allocated(asked, tables, 0)
-    state = SimpleNamespace(get_block_ids=lambda name: tables, boundary_state_offloads={})
-    for step in range(6):
-        asked.num_computed_tokens = 10 * step * SIZE
-        planner.saves.step(state, {"a": 10 * SIZE})
+    for tens in range(6):
+        step(planner, asked, tables, 10 * tens, 10)
     assert 25 == sum(pool.users), "a quarter of vLLM's blocks"
     for save in planner.saves.take():
         planner.saves.saved({save.name: 1})
-    asked.num_computed_tokens = 50 * SIZE
-    planner.saves.step(state, {"a": 10 * SIZE})
+    step(planner, asked, tables, 50, 10)
     assert 0 == sum(pool.users)
 
 
 def test_blocks_of_a_request_that_is_preempted_are_given_up(planning):
     planner = planning(WHOLE, WINDOW)
-    pool, asked = Blocks(), request(6 * SIZE)
-    planner.saves.bind(pool)
+    pool, asked = pool_of(planner), request(6 * SIZE)
     tables = [[1, 2], [11, 12]]
     planner.allocated(asked, tables, 0)
-    asked.num_computed_tokens = 0
-    state = SimpleNamespace(get_block_ids=lambda name: tables, boundary_state_offloads={})
-    planner.saves.step(state, {"a": 2 * SIZE})
+    step(planner, asked, tables, 0, 2)
     assert 1 == pool.users[12]
     planner.allocated(asked, tables, 0)
     assert not any(pool.users)
