@@ -3,7 +3,6 @@ compiler and assembler, and reads what it takes."""
 
 import re
 import subprocess
-import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -14,19 +13,9 @@ from triton.compiler import ASTSource
 
 ALIGNED: Any = [["tt.divisibility", 16]]  # as the launcher finds pointers and the pool's strides
 POINTERS = {
-    "tables": "i32",
-    "pieces": "i32",
-    "lengths": "i32",
-    "counts": "i32",
-    "firsts": "i32",
-    "partial": "fp32",
-    "maxima": "fp32",
-    "sums": "fp32",
-    "stage": "i64",
-    "slabs": "i64",
-    "starts": "i64",
-    "strides": "i64",
-    "blocks": "i64",
+    **dict.fromkeys(("tables", "pieces", "lengths", "counts", "firsts"), "i32"),
+    **dict.fromkeys(("partial", "maxima", "sums"), "fp32"),
+    **dict.fromkeys(("stage", "slabs", "starts", "strides", "blocks"), "i64"),
 }
 NUMBERS = {"scaling": "fp32", "softcap": "fp32"}
 
@@ -39,21 +28,9 @@ class Taken(NamedTuple):
     registers: int
 
 
-class Assembled(NamedTuple):
-    """A compiled kernel: what a program takes, and its text in PTX."""
-
-    taken: Taken
-    text: str
-
-
 def compiled(kernel: Any, chosen: dict[str, Any], dtype: str, capability: int) -> Taken:
-    """What a program takes of a kernel `assembled` so."""
-    return assembled(kernel, chosen, dtype, capability).taken
-
-
-def assembled(kernel: Any, chosen: dict[str, Any], dtype: str, capability: int) -> Assembled:
-    """Compile a kernel with these compile-time arguments and options, for tensors of `dtype` (as
-    `fp16`) and a capability such as 90."""
+    """What a program takes of a kernel with these compile-time arguments and options, for tensors
+    of `dtype` (as `fp16`) and a capability such as 90."""
     names = kernel.arg_names
     constants = {name: chosen[name] for name in names if name in chosen}
     options = {name: value for name, value in chosen.items() if name not in constants}
@@ -71,7 +48,7 @@ def assembled(kernel: Any, chosen: dict[str, Any], dtype: str, capability: int) 
         attrs=attributes,
     )
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    return Assembled(_taken(made.metadata.shared, made.asm["cubin"]), made.asm["ptx"])
+    return _taken(made.metadata.shared, made.asm["cubin"])
 
 
 def _type(name: str, constants: dict[str, Any], dtype: str) -> str:
@@ -93,17 +70,3 @@ def _taken(shared: int, binary: bytes) -> Taken:
     found = re.search(r"REG:(\d+) STACK:(\d+)", text)
     assert found, text
     return Taken(shared, int(found[2]), int(found[1]))
-
-
-def main() -> None:
-    """Prints what every shape takes: `python -m tests.kernels.compile [capability ...]`."""
-    from tests.kernels.shapes import CAPABILITIES, all_shapes
-
-    wanted = [int(each) for each in sys.argv[1:]] or CAPABILITIES
-    for capability in wanted:
-        for shape in all_shapes(capability):
-            print(capability, shape.name, *shape.compiled(capability), flush=True)
-
-
-if __name__ == "__main__":
-    main()

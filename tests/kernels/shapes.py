@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from engine.attention.base import AttentionOptions
@@ -87,42 +88,21 @@ def all_shapes(capability: int) -> Iterator[Shape]:
 
 
 def _shapes(capability: int, half: str) -> Iterator[Shape]:
-    plain = AttentionOptions(1.0)
-    for heads, model in HEADS.items():
-        for queries in QUERIES:
-            for dtype in (half, "fp32") if heads in WITH_OPTIONS else (half,):
-                yield _shape(model, dtype, queries, *heads, 0, plain, capability)
-            if heads in WITH_OPTIONS:
-                both = AttentionOptions(1.0, window=4096, softcap=50.0)
-                yield _shape(model, half, queries, *heads, 0, both, capability)
+    from engine.attention.kernels import constants
+
+    plain, both = AttentionOptions(1.0), AttentionOptions(1.0, window=4096, softcap=50.0)
+    forms = {model: (*heads, 0) for heads, model in HEADS.items()}
     for latents, model in LATENTS.items():
         if capability < 80 and latents[1] > 256:
             continue  # 68 KiB at the least: gathered there, as a start on such a GPU says
-        for queries in QUERIES:
-            yield _shape(model, half, queries, *latents, plain, capability)
-
-
-def _shape(
-    model: str,
-    dtype: str,
-    queries: int,
-    groups: int,
-    dim: int,
-    rotated: int,
-    options: AttentionOptions,
-    capability: int,
-) -> Shape:
-    from engine.attention.kernels import constants
-
-    chosen = constants(
-        queries,
-        groups,
-        dim,
-        4 if dtype == "fp32" else 2,
-        options,
-        block_size=BLOCK,
-        capability=divmod(capability, 10),
-        rotated=rotated,
-    )
-    name = f"{model}: {dtype}, {queries} x {groups} x {dim}{f' + {rotated}' if rotated else ''}"
-    return Shape(name, dtype, tuple(chosen.items()))
+        forms[model] = latents
+    for model, (groups, dim, rotated) in forms.items():
+        ways = [(half, plain)]
+        if (groups, dim) in WITH_OPTIONS:
+            ways += [("fp32", plain), (half, both)]
+        for queries, (dtype, options) in product(QUERIES, ways):
+            sizes = queries, groups, dim, 4 if dtype == "fp32" else 2
+            about = {"block_size": BLOCK, "capability": divmod(capability, 10), "rotated": rotated}
+            heads = f"{queries} x {groups} x {dim}{f' + {rotated}' if rotated else ''}"
+            chosen = constants(*sizes, options, **about)
+            yield Shape(f"{model}: {dtype}, {heads}", dtype, tuple(chosen.items()))

@@ -3,35 +3,20 @@
 Real models, small and seeded, behind the real engine, with the real disk tier.
 """
 
-from array import array
 from dataclasses import replace
 
 import pytest
 
 from engine.errors import InvalidParameter, UnknownAdapter
 from engine.models.load import LoadedModel, load_adapter
-from engine.request import Request, SamplingParams
-from tests.support.house import BLOCK, from_every_tier
+from tests.support.house import BLOCK
 from tests.support.models import save_tiny_adapter, tiny_model
+from tests.support.requests import request
 from tiers.blocks.contents import Content
-from tiers.blocks.keys import CacheScope
 
 
 def prompt_over(loaded: LoadedModel) -> list[int]:
     return [(7 * i * i + 3) % loaded.vocab_size for i in range(4 * BLOCK + 11)]
-
-
-@pytest.mark.parametrize("architecture", ["llama", "gemma2"])
-def test_a_hit_of_full_blocks_alone_answers_as_the_cache_turned_off(architecture, open_house):
-    loaded = tiny_model(architecture)
-    prompts = [prompt_over(loaded)]
-    answers, hits = from_every_tier(
-        lambda: open_house(loaded, share_tails=False),
-        lambda house, **asked: house.ask(prompts, **asked),
-    )
-    assert [answers[0]] * 6 == answers
-    assert [0, 0, 4 * BLOCK, 4 * BLOCK] == [*hits[:2], *hits[4:]]
-    assert min(hits[2:4]) >= 4 * BLOCK
 
 
 def test_an_adapter_hits_its_own_blocks_in_every_tier_and_nobody_elses(
@@ -101,14 +86,8 @@ def test_equal_placeholders_of_other_pictures_meet_in_no_tier(open_house):
 def test_an_adapter_unknown_to_the_engine_is_refused_by_name(open_house):
     loaded = tiny_model("llama")
     engine = open_house(loaded).engine
-    request = Request(
-        request_id="x",
-        tokens=array("i", [1]),
-        params=SamplingParams(),
-        scope=CacheScope(),
-        adapter="pirate",
-    )
+    asked = request([1], adapter="pirate")
     with pytest.raises(InvalidParameter, match=r"contents\[0\] covers tokens 0 to 2"):
-        engine.submit(replace(request, adapter=None, contents=(Content(0, 2, b"x"),)))
+        engine.submit(replace(asked, adapter=None, contents=(Content(0, 2, b"x"),)))
     with pytest.raises(UnknownAdapter, match=r"no adapter 'pirate' is loaded \(loaded: none\)"):
-        engine.submit(request)
+        engine.submit(asked)

@@ -1,7 +1,6 @@
 """A data directory that another processor, or an older version, filled: misses with a reason."""
 
 import queue
-from array import array
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -11,8 +10,9 @@ from cachesvc.config.sections import CacheSection, EngineSection
 from cachesvc.operator.scopes import note_scopes
 from cachesvc.server.compute import build
 from engine.models.arithmetic import Arithmetic
-from engine.request import Request, SamplingParams
+from engine.request import SamplingParams
 from tests.support.models import tiny_model
+from tests.support.requests import request
 from tiers.errors import MissReason
 
 MIB = 1 << 20
@@ -37,9 +37,7 @@ def asked(loaded, folder, *, older=False):
     core.start()
     try:
         params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
-        core.engine.submit(
-            Request(request_id="1", tokens=array("i", PROMPT), params=params, scope=scope)
-        )
+        core.engine.submit(request(PROMPT, params=params, scope=scope))
         return outputs.get(timeout=60)
     finally:
         assert core.close() == 0

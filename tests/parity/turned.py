@@ -1,12 +1,10 @@
 """An engine without a thread over a tiny model, which computes while it is asked."""
 
-from array import array
-
 from engine.engine import Engine
 from engine.execution.runner import ModelRunner
-from engine.request import Request
 from engine.scheduling.settings import SchedulerSettings
 from engine.settings import EngineSettings
+from tests.support.requests import request
 from tiers.blocks.keys import CacheScope
 from tiers.cache import CacheSettings, TieredCache
 
@@ -32,15 +30,10 @@ class TurnedEngine:
     def ask(self, *asked, grammar=None):
         """All prompts at once; each one's outputs."""
         self.outputs.clear()
+        scope = CacheScope(layout=self.cache.layout.digest())
         for number, (prompt, params) in enumerate(asked):
-            request = Request(
-                request_id=str(number),
-                tokens=array("i", prompt),
-                params=params,
-                scope=CacheScope(layout=self.cache.layout.digest()),
-                grammar=grammar,
-            )
-            self.engine.submit(request)
+            fields = {"params": params, "scope": scope, "grammar": grammar}
+            self.engine.submit(request(prompt, str(number), **fields))
         while sum(output.last for output in self.outputs) < len(asked):
             self.engine.turn()
         self.cache.residency.check()

@@ -6,7 +6,6 @@ window, a block may also lack that part of its KV, and the runner reads all that
 """
 
 import random
-from array import array
 from dataclasses import replace
 
 import pytest
@@ -14,11 +13,12 @@ import torch
 
 from engine.attention.recurrent import Piece, RecurrentStates, StateName, state_views
 from engine.engine import Engine
-from engine.request import FinishReason, Request, SamplingParams
+from engine.request import FinishReason, SamplingParams
 from engine.scheduling.settings import SchedulerSettings
 from engine.settings import EngineSettings
 from tests.support.chain_runner import SEED, ChainRunner, WrongKv, advance, chain_layout, replay
 from tests.support.memory_tier import MemoryTier, SteppedMover
+from tests.support.requests import request
 from tiers.blocks.chain import Chain
 from tiers.blocks.keys import CacheScope
 from tiers.blocks.layout import StateTensor
@@ -29,6 +29,7 @@ BLOCK = 4
 STATE = StateName(0, "recurrent", 0)
 STATES = (StateTensor(*STATE, (1,), "float32"),)
 LAYOUT = replace(chain_layout(BLOCK), states=STATES)
+SCOPE = CacheScope(layout=LAYOUT.digest())
 WINDOW = 6  # tokens: two blocks
 
 
@@ -97,21 +98,18 @@ class World:
         self.window = window
         self.layout = replace(chain_layout(BLOCK, window), states=STATES)
         self._device_blocks, self._slots = device_blocks, slots
-        self.tiers = (
-            []
-            if not below
-            else [
-                MemoryTier(
-                    most,
-                    fault_rate=fault_rate,
-                    seed=seed,
-                    block_bytes=layout.nbytes,
-                    lasting_bytes=layout.lasting_nbytes,
-                    window_loss=0.2 if layout.apart else 0.0,
-                )
-                for most, layout in ((300, self.layout), (below, self.layout.checkpoint))
-            ]
-        )
+        self.tiers = [
+            MemoryTier(
+                most,
+                fault_rate=fault_rate,
+                seed=seed,
+                block_bytes=layout.nbytes,
+                lasting_bytes=layout.lasting_nbytes,
+                window_loss=0.2 if layout.apart else 0.0,
+            )
+            for most, layout in ((300, self.layout), (below, self.layout.checkpoint))
+            if below
+        ]
         self.asked = {}
         self.answers = {}
         self.ended = {}
@@ -125,22 +123,11 @@ class World:
         states = self._slots * layout.checkpoint.nbytes
         device = self._device_blocks * layout.nbytes + states
         host = 40 * layout.nbytes if self.tiers else 0
-        disk, checkpoint_disk = self.tiers or (None, None)
         self.movers = [SteppedMover(tier, seed=1) for tier in self.tiers]
-        mover, checkpoint_mover = self.movers or (None, None)
-        self.cache = TieredCache(
-            layout,
-            CacheSettings(
-                device_bytes=device,
-                host_bytes=host,
-                weigh_loads=False,
-                checkpoint_share=states / device,
-            ),
-            disk=disk,
-            mover=mover,
-            checkpoint_disk=checkpoint_disk,
-            checkpoint_mover=checkpoint_mover,
-        )
+        names = ("disk", "checkpoint_disk", "mover", "checkpoint_mover")
+        below = dict(zip(names, (*self.tiers, *self.movers), strict=False))
+        sizes = {"device_bytes": device, "host_bytes": host, "checkpoint_share": states / device}
+        self.cache = TieredCache(layout, CacheSettings(**sizes, weigh_loads=False), **below)
         assert self.cache.group is not None
         self.groups = [self.cache, self.cache.group]
         states_pool = self.cache.group.pool.tensor
@@ -155,21 +142,10 @@ class World:
         self.asked[name] = list(prompt), max_tokens, n
         self.answers[name] = {index: [] for index in range(n)}
         params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, n=n)
-        scope = CacheScope(layout=LAYOUT.digest())
-        request = Request(
-            request_id=name,
-            tokens=array("i", prompt),
-            params=params,
-            scope=scope,
-            keeps=keeps,
-        )
-        self.engine.submit(request)
-
-    def abort(self, name):
-        self.engine.abort(name)
+        self.engine.submit(request(prompt, name, params=params, scope=SCOPE, keeps=keeps))
 
     def purge(self):
-        return self.cache.operations.purge([CacheScope(layout=LAYOUT.digest()).root()])
+        return self.cache.operations.purge([SCOPE.root()])
 
     def purge_all(self):
         """While requests run, which end exactly and leave nothing in either group."""
@@ -263,7 +239,7 @@ def test_a_pin_keeps_the_checkpoint_of_its_prefix(pinned):
     world.submit(prompt, 2, 1)
     world.finish()
     if pinned:
-        chain = Chain(CacheScope(layout=LAYOUT.digest()).root(), prompt, BLOCK)
+        chain = Chain(SCOPE.root(), prompt, BLOCK)
         operations.pin("mine", chain, operations.now_s + 3600)
     for number in range(12):
         world.submit([number, *range(20)], 2, 1)
@@ -279,7 +255,7 @@ def test_a_pin_keeps_the_checkpoint_of_its_prefix(pinned):
 
 def test_a_scope_stays_closed_until_its_checkpoints_are_purged_too():
     world = World(1, device_blocks=26, slots=5, fault_rate=0.0)
-    root = CacheScope(layout=LAYOUT.digest()).root()
+    root = SCOPE.root()
     world.submit(list(range(20)), 2, 1)
     world.finish()
     purged = world.purge()
@@ -375,7 +351,7 @@ def test_a_long_life_of_evictions_hits_and_is_exact(seed, window):
             world.evict(chance.randrange(2), tier, chance.randrange(1000))
         going = [name for name in world.asked if name not in world.ended]
         if going and chance.random() < 0.1:
-            world.abort(chance.choice(going))
+            world.engine.abort(chance.choice(going))
         world.runner.failing |= chance.random() < 0.05
         if step % 40 == 39:
             world.restart()

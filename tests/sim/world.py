@@ -7,13 +7,12 @@ waits for what nobody does. `tests.sim.life` draws what happens in it.
 """
 
 import random
-from array import array
 from collections import Counter
 from functools import partial
 
 from engine.bounds import check_params
 from engine.engine import Engine
-from engine.request import FinishReason, Request, SamplingParams
+from engine.request import FinishReason, SamplingParams
 from engine.scheduling.group import seed_of
 from engine.scheduling.sequence import SequenceState
 from engine.scheduling.settings import SchedulerSettings
@@ -22,6 +21,7 @@ from tests.sim.random_grammar import EOS
 from tests.sim.watched import ADAPTERS, BLOCK, VOCAB_SIZE, LateCopies, Watched
 from tests.support.chain_runner import advance, before, chain_layout, content_at, replay
 from tests.support.memory_tier import MemoryTier, SteppedMover
+from tests.support.requests import request
 from tiers.blocks.keys import CacheScope
 from tiers.cache import CacheSettings, TieredCache
 from tiers.memory.block import BlockState
@@ -32,6 +32,7 @@ from tiers.tier import TierName
 
 MAX_IDLE = 5  # turns in a row in which nothing moves, and somebody waits
 CUT = (FinishReason.ABORT, FinishReason.ERROR, FinishReason.UNMATCHED)
+SAMPLED = ("n", "seed", "prompt_logprobs")
 PLACEHOLDER = 49  # the token that stands for a picture
 PICTURES = (b"a cat" * 4, b"a dog" * 4)
 
@@ -113,7 +114,6 @@ class World:
             check_params=partial(check_params, vocab_size=VOCAB_SIZE),
         )
         self.engine = Engine(self.runner, self.cache, settings, self._take)
-        self.grammars = {}
         self.outputs = {}
         self.requests = {}
         self.num_turns = 0
@@ -123,47 +123,20 @@ class World:
         self._idle = 0
 
     def submit(
-        self,
-        name,
-        prompt,
-        max_tokens=4,
-        n=1,
-        tenant=b"",
-        cache=True,
-        seed=None,
-        grammar=None,
-        prompt_logprobs=None,
-        adapter=None,
-        contents=(),
-        sampling=None,
-        share="",
+        self, name, prompt, max_tokens=4, *, tenant=b"", adapter=None, sampling=None, **fields
     ):
-        """`sampling` are further parameters; what the engine refuses leaves nothing behind."""
+        """`sampling` are further parameters, and so are those of `fields` that a request has not;
+        what the engine refuses leaves nothing behind."""
+        params = {"temperature": 0, "max_tokens": max_tokens}
+        params |= {name: fields.pop(name) for name in SAMPLED if name in fields}
         digest = ADAPTERS[adapter] if adapter is not None else b""
-        given = {
-            "temperature": 0,
-            "max_tokens": max_tokens,
-            "n": n,
-            "seed": seed,
-            "prompt_logprobs": prompt_logprobs,
-        }
-        request = Request(
-            request_id=name,
-            tokens=array("i", prompt),
-            params=SamplingParams(**{**given, **(sampling or {})}),
-            scope=CacheScope(tenant=tenant, adapter=digest),
-            adapter=adapter,
-            contents=contents,
-            cache=cache,
-            grammar=grammar,
-            share=share,
-        )
-        self.engine.submit(request)
-        self.requests[name] = request
+        fields |= {"scope": CacheScope(tenant=tenant, adapter=digest), "adapter": adapter}
+        params = SamplingParams(**{**params, **(sampling or {})})
+        asked = request(prompt, name, params=params, **fields)
+        self.engine.submit(asked)
+        self.requests[name] = asked
         self.outputs[name] = []
         self.turns[name] = 0
-        if grammar is not None:
-            self.grammars[name] = grammar
 
     def run_out(self, name):
         """A request's money runs out, so that its sequences end one by one, begun or not."""
@@ -284,7 +257,7 @@ class World:
         seed = params.seed
         if index and seed is not None:
             seed = seed_of(seed, index)
-        grammar = self.grammars.get(request.request_id)
+        grammar = request.grammar
         room = self.engine.max_tokens - len(request.tokens)
         return replay(
             request.tokens,

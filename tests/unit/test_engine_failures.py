@@ -1,19 +1,18 @@
 """What fails in a step, a command or a grammar fails its own request; a dead engine says so."""
 
 import threading
-from array import array
 
 import pytest
 
 from engine.answers import STEP_FAILED
 from engine.engine import MAX_FAILURES, Engine
 from engine.errors import EngineClosed, EngineFailed
-from engine.request import FinishReason, Request, SamplingParams
+from engine.request import FinishReason
 from engine.settings import EngineSettings
 from tests.patience import until
 from tests.sim.world import World
 from tests.support.chain_runner import ChainRunner, chain_layout
-from tiers.blocks.keys import CacheScope
+from tests.support.requests import request
 from tiers.cache import CacheSettings, TieredCache
 
 LAYOUT = chain_layout(4)
@@ -49,17 +48,8 @@ class House:
             self.engine.start()
 
     def ask(self, name, *tokens, **fields):
-        params = SamplingParams(temperature=0, max_tokens=1)
         self.outputs[name] = []
-        self.engine.submit(
-            Request(
-                request_id=name,
-                tokens=array("i", tokens),
-                params=params,
-                scope=CacheScope(),
-                **fields,
-            )
-        )
+        self.engine.submit(request(tokens, name, **fields))
 
     def answer(self, name):
         """The last output of a request."""

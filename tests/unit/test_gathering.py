@@ -5,17 +5,15 @@ import statistics
 import threading
 import time
 import tracemalloc
-from array import array
 from heapq import heappop, heappush
 
 import pytest
 
 from engine.engine import Engine
-from engine.request import Request, SamplingParams
 from engine.scheduling.gathering import MOST_S, Gathering
 from engine.settings import EngineSettings
 from tests.support.chain_runner import ChainRunner, chain_layout
-from tiers.blocks.keys import CacheScope
+from tests.support.requests import request
 from tiers.cache import CacheSettings, TieredCache
 
 STEP_S, EACH_S = 0.03, 0.002  # what a step costs, and each of its requests
@@ -182,14 +180,7 @@ def test_the_engine_gathers_clients_of_two_crowds():
         time.sleep(0.02 * (number == 0))
         for turn in range(24):
             answered[number].clear()
-            engine.submit(
-                Request(
-                    request_id=f"{number} {turn}",
-                    tokens=array("i", [number + 1]),
-                    params=SamplingParams(temperature=0, max_tokens=1),
-                    scope=CacheScope(),
-                )
-            )
+            engine.submit(request([number + 1], f"{number} {turn}"))
             assert answered[number].wait(10)
 
     clients = [threading.Thread(target=client, args=(number,)) for number in range(4)]

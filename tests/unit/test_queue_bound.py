@@ -6,9 +6,9 @@ from functools import partial
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.request import Request, SamplingParams
 from engine.scheduling.queue import WaitingQueue
 from engine.scheduling.sequence import Sequence
+from tests.support.requests import request
 from tiers.blocks.chain import Chain
 from tiers.blocks.keys import CacheScope
 
@@ -16,10 +16,9 @@ BOUND_NS = 10 * 10**9
 
 
 def sequence(number: int) -> Sequence:
-    params = SamplingParams()
-    request = Request(request_id="", tokens=array("i"), params=params, scope=CacheScope())
+    asked = request([])
     chain = Chain(CacheScope().root(), [], 4)
-    return Sequence(number, 0, request, params, chain, array("i"), 0)
+    return Sequence(number, 0, asked, asked.params, chain, array("i"), 0)
 
 
 def queue() -> WaitingQueue:

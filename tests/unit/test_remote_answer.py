@@ -1,6 +1,6 @@
 """A request as an engine elsewhere answers it: counts by tier, lookups, reasons."""
 
-from array import array
+from typing import Any
 
 import pytest
 
@@ -8,6 +8,7 @@ from cachesvc.vllm.reports import RequestReport
 from engine.remote.answer import RunningAnswer
 from engine.remote.protocol import Told, finish_of
 from engine.request import BlockRun, FinishReason, Request, SamplingParams
+from tests.support.requests import request as asked
 from tiers.blocks.keys import CacheScope, prefix_keys, token_bytes
 from tiers.errors import MissReason
 from tiers.tier import TierName
@@ -15,15 +16,9 @@ from tiers.tier import TierName
 SIZE = 16
 
 
-def request(num_tokens: int, *, n: int = 1, cache: bool = True) -> Request:
-    return Request(
-        request_id="r",
-        tokens=array("i", range(num_tokens)),
-        params=SamplingParams(n=n),
-        scope=CacheScope(weights=b"w", tenant=b"t"),
-        cache=cache,
-        arrival_ns=5,
-    )
+def request(num_tokens: int, *, n: int = 1, **more: Any) -> Request:
+    scope, params = CacheScope(weights=b"w", tenant=b"t"), SamplingParams(n=n)
+    return asked(range(num_tokens), params=params, scope=scope, arrival_ns=5, **more)
 
 
 def admitted(num_tokens: int, report: RequestReport | None, num_cached: int) -> RunningAnswer:
@@ -53,11 +48,8 @@ def test_without_a_report_all_that_was_cached_was_on_the_device():
 
 def test_a_hit_stays_one_where_nobody_tells_that_it_was_not_delivered():
     """The connector's report of it is lost."""
-    counts = (
-        admitted(64, RequestReport(hits={"host": 48}, admitted_ns=1), 16)
-        .output(0, 20, Told())
-        .counts
-    )
+    answer = admitted(64, RequestReport(hits={"host": 48}, admitted_ns=1), 16)
+    counts = answer.output(0, 20, Told()).counts
     assert (0, 48, 16) == (counts.hit_device, counts.hit_host, counts.miss)
 
 
@@ -66,12 +58,8 @@ def test_what_was_computed_after_a_failed_load_is_no_hit(num_cached):
     """If a part was loaded, vLLM counts all that it asked for as cached."""
     report = RequestReport(local=16, hits={"host": 16}, admitted_ns=1)
     counts = admitted(100, report, num_cached).output(0, 20, Told()).counts
-    assert (16, 16, 0, 68) == (
-        counts.hit_device,
-        counts.hit_host,
-        counts.hit_remote,
-        counts.miss,
-    )
+    found = counts.hit_device, counts.hit_host, counts.hit_remote, counts.miss
+    assert (16, 16, 0, 68) == found
 
 
 def test_the_lookup_has_a_run_for_each_tier_and_ends_with_what_was_computed():
@@ -128,11 +116,8 @@ def test_a_request_without_the_cache_says_so():
     [
         (None, 0, 0),  # it never began
         (RequestReport(computed=0), 0, 0),  # it waited until it was ended
-        (
-            RequestReport(local=16, hits={"host": 32}, admitted_ns=3, computed=40),
-            48,
-            48,
-        ),  # it was loading
+        # it was loading
+        (RequestReport(local=16, hits={"host": 32}, admitted_ns=3, computed=40), 48, 48),
         (RequestReport(local=16, hits={}, admitted_ns=3, computed=64), 64, 16),
         (RequestReport(local=0, hits={}, admitted_ns=3, computed=900), 100, 0),
     ],

@@ -6,7 +6,6 @@ HTTP is a stand-in here that has what the engine uses of it.
 import asyncio
 import queue
 import threading
-from array import array
 from collections.abc import AsyncGenerator, Callable
 from contextlib import closing
 from typing import Any, cast
@@ -24,10 +23,10 @@ from engine.remote.engine import RemoteEngine
 from engine.remote.metrics import counters_in, labels_in
 from engine.remote.upstreams import Remote, Upstream
 from engine.remote.vllm import TAG, Completions
-from engine.request import FinishReason, Request, SamplingParams
+from engine.request import FinishReason, SamplingParams
 from engine.settings import EngineSettings
+from tests.support.requests import request
 from tiers.blocks.contents import Content
-from tiers.blocks.keys import CacheScope
 from tiers.errors import MissReason
 
 WAIT_S = 30.0
@@ -154,14 +153,8 @@ def house(request):
 
 
 def asked(name="r", num_tokens=32, n=1, share="a", max_tokens=None, **more):
-    return Request(
-        request_id=name,
-        tokens=array("i", range(num_tokens)),
-        params=SamplingParams(n=n, max_tokens=max_tokens),
-        scope=CacheScope(),
-        share=share,
-        **more,
-    )
+    params = SamplingParams(n=n, max_tokens=max_tokens)
+    return request(range(num_tokens), name, params=params, share=share, **more)
 
 
 @pytest.mark.parametrize("house", [two_tokens], indirect=True)

@@ -1,6 +1,5 @@
 """A request in the words of engines elsewhere, and their answers in ours."""
 
-from array import array
 from contextlib import nullcontext
 from typing import Any
 
@@ -13,7 +12,8 @@ from engine.remote.protocol import SequenceAsk, cached_of
 from engine.remote.requests import salt_of
 from engine.remote.sglang import SGLang
 from engine.remote.vllm import TAG, Completions, Generate
-from engine.request import Request, SamplingParams
+from engine.request import SamplingParams
+from tests.support.requests import request
 from tiers.blocks.contents import Content
 from tiers.blocks.keys import CacheScope
 
@@ -22,17 +22,9 @@ GENERATE = Generate(priorities=False, grammars=True)
 
 
 def ask(index: int = 0, cache: bool = True, room: int = 50, **params: Any) -> SequenceAsk:
-    request = Request(
-        request_id="r",
-        tokens=array("i", [1, 2, 3]),
-        params=SamplingParams(**params),
-        scope=CacheScope(),
-        cache=cache,
-    )
-    end = frozenset({0})
-    return SequenceAsk(
-        request=request, index=index, name="r:0", model="m", end=end, room=room, salt="s"
-    )
+    asked = request([1, 2, 3], params=SamplingParams(**params), cache=cache)
+    about = {"name": "r:0", "model": "m", "end": frozenset({0}), "salt": "s"}
+    return SequenceAsk(request=asked, index=index, room=room, **about)
 
 
 def fields(index: int = 0, **params: Any) -> dict[str, Any]:
@@ -79,7 +71,7 @@ def test_a_tenants_salt_is_the_same_in_vllm_and_in_our_scopes():
 @pytest.mark.parametrize(("num_bytes", "fits"), [(62, True), (63, False)])
 def test_a_salt_that_vllm_cannot_take_is_refused_by_name(num_bytes, fits):
     scope = CacheScope(tenant=bytes(num_bytes))
-    asked = Request(request_id="r", tokens=array("i", [1]), params=SamplingParams(), scope=scope)
+    asked = request([1], scope=scope)
     assert fits == (len(salt_of(scope.tenant)) <= 128)
     expected = nullcontext() if fits else pytest.raises(InvalidParameter, match="has 63 bytes")
     with expected:
@@ -87,13 +79,7 @@ def test_a_salt_that_vllm_cannot_take_is_refused_by_name(num_bytes, fits):
 
 
 def test_what_keeps_blocks_apart_is_refused_by_name():
-    asked = Request(
-        request_id="r",
-        tokens=array("i", [1, 2, 3]),
-        params=SamplingParams(),
-        scope=CacheScope(),
-        contents=(Content(0, 1, b"d" * 16),),
-    )
+    asked = request([1, 2, 3], contents=(Content(0, 1, b"d" * 16),))
     for protocol in (COMPLETIONS, SGLang(deterministic=True)):
         with pytest.raises(InvalidParameter) as refused:
             protocol.check(asked)
