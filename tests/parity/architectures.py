@@ -29,48 +29,28 @@ VOCAB_SIZE = 258
 WINDOW = 24
 
 _SHAPE: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 512,
-    "eos_token_id": 256,
-    "bos_token_id": 257,
-    "pad_token_id": 256,
-    "initializer_range": 0.2,
+    **dict.fromkeys(("hidden_size", "intermediate_size"), 64),
+    **dict.fromkeys(("num_hidden_layers", "num_key_value_heads"), 2),
+    **dict.fromkeys(("eos_token_id", "pad_token_id"), 256),
+    **{"vocab_size": VOCAB_SIZE, "num_attention_heads": 4, "head_dim": 16, "bos_token_id": 257},
+    **{"max_position_embeddings": 512, "initializer_range": 0.2},
 }
 # What configs call the same things; each is given where the type's own config has it.
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "n_head")
+_CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_k", "zero_expert_num", "num_layers", "n_layer")
+_INNER = ("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size")
+_WIDTHS = ("ffn_hidden_size", "n_embd", "n_inner", "ffn_dim", "word_embed_proj_dim")
+_SINGLE = (
+    *("n_group", "topk_group", "n_shared_experts", "moe_num_shared_experts"),
+    *("first_k_dense_replace", "decoder_sparse_step"),
+)
 _ALSO: dict[str, Any] = {
-    "sliding_window": WINDOW,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_topk": 2,
-    "moe_k": 2,
-    "moe_num_experts": 4,
-    "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32,
-    "expert_ffn_hidden_size": 32,
-    "ffn_hidden_size": 64,
-    "zero_expert_num": 2,
-    "num_layers": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "n_shared_experts": 1,
-    "moe_num_shared_experts": 1,
-    "first_k_dense_replace": 1,
-    "decoder_sparse_step": 1,
-    "n_embd": 64,
-    "n_layer": 2,
-    "n_head": 4,
-    "n_inner": 64,
-    "n_positions": 512,
-    "ffn_dim": 64,
-    "word_embed_proj_dim": 64,
+    **dict.fromkeys(_EXPERTS, 4),
+    **dict.fromkeys(_CHOSEN, 2),
+    **dict.fromkeys(_INNER, 32),
+    **dict.fromkeys(_WIDTHS, 64),
+    **dict.fromkeys(_SINGLE, 1),
+    **{"sliding_window": WINDOW, "n_positions": 512},
 }
 _LATENT: dict[str, Any] = {
     "q_lora_rank": 24,
@@ -82,25 +62,17 @@ _LATENT: dict[str, Any] = {
     "head_dim": 8,
     "num_key_value_heads": 4,
 }
+_WIDE = (
+    *("hidden_size", "intermediate_size", "d_model", "encoder_ffn_dim", "base_channels"),
+    *("ext_pw_out_channel", "depthwise_separable_out_channel", "nemo_conv_channels"),
+)
+_LAYERS = ("num_hidden_layers", "depth", "encoder_layers", "decoder_layers", "num_blocks")
+_HEADS = ("num_attention_heads", "num_heads", "encoder_attention_heads")
 _TOWER: dict[str, Any] = {  # what reads images or sound, of models whose text alone is served
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "depth": 1,
-    "num_attention_heads": 2,
-    "num_heads": 2,
+    **dict.fromkeys(_WIDE, 32),
+    **dict.fromkeys((*_LAYERS, "nemo_final_size"), 1),
+    **dict.fromkeys(_HEADS, 2),
     "out_hidden_size": 64,
-    "d_model": 32,
-    "encoder_layers": 1,
-    "encoder_attention_heads": 2,
-    "encoder_ffn_dim": 32,
-    "decoder_layers": 1,
-    "base_channels": 32,
-    "num_blocks": 1,
-    "ext_pw_out_channel": 32,
-    "depthwise_separable_out_channel": 32,
-    "nemo_conv_channels": 32,
-    "nemo_final_size": 1,
 }
 _BOTH = {"layer_types": ["sliding_attention", "full_attention"]}
 _FOUR = {
@@ -124,13 +96,8 @@ _LONGROPE = {
     },
 }
 
-_MROPE = {
-    "rope_parameters": {
-        "rope_type": "default",
-        "rope_theta": 1e4,
-        "mrope_section": [2, 3, 3],
-    }
-}
+_DEFAULT = {"rope_type": "default", "rope_theta": 1e4}
+_MROPE = {"rope_parameters": {**_DEFAULT, "mrope_section": [2, 3, 3]}}
 _DELTA = {
     "layer_types": ["linear_attention", "full_attention"],
     "linear_num_value_heads": 4,
@@ -183,9 +150,7 @@ _OWN: Mapping[str, Mapping[str, Any]] = {
     **dict.fromkeys(("gemma4", "gemma4_text"), _GEMMA4),
     "bailing_hybrid": {**_LATENT, "layer_types": _DELTA["layer_types"]},
     "bamba": {**_MAMBA, "attn_layer_indices": [1]},
-    "cohere_compass_text": {
-        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}
-    },
+    "cohere_compass_text": {"rope_parameters": {"full_attention": _DEFAULT}},
     "ctrl": {"dff": 64},
     "dbrx": {
         "d_model": 64,
@@ -205,27 +170,18 @@ _OWN: Mapping[str, Mapping[str, Any]] = {
     "falcon_h1": {**_MAMBA, "mamba_d_ssm": 128},
     "gemma3n_text": {**_FOUR, **_PER_LAYER, "activation_sparsity_pattern": [0.0] * 4},
     "gemma4_unified": {**_BOTH, "global_head_dim": 32},
-    "glm4v_moe": {"rope_parameters": {**_MROPE["rope_parameters"], "mrope_section": [1, 1, 2]}},
-    "gpt_oss": {
-        **_BOTH,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
-    },
-    "granitemoehybrid": {**_MAMBA, "layer_types": ["linear_attention", "full_attention"]},
+    "glm4v_moe": {"rope_parameters": {**_DEFAULT, "mrope_section": [1, 1, 2]}},
+    "gpt_oss": {**_BOTH, "rope_parameters": _DEFAULT},
+    "granitemoehybrid": {**_MAMBA, "layer_types": _DELTA["layer_types"]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "kimi_linear": {
         **_LATENT,
-        "layer_types": ["linear_attention", "full_attention"],
-        "linear_num_heads": 4,
-        "linear_head_dim": 16,
+        **{"layer_types": _DELTA["layer_types"], "linear_num_heads": 4, "linear_head_dim": 16},
     },
-    "lfm2": {
-        "num_hidden_layers": 4,
-        "layer_types": ["conv", "full_attention", "conv", "conv"],
-    },
+    "lfm2": {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"]},
     "lfm2_moe": {
-        "num_hidden_layers": 3,
+        **{"num_hidden_layers": 3, "num_dense_layers": 1},
         "layer_types": ["conv", "full_attention", "conv"],
-        "num_dense_layers": 1,
     },
     "lfm2_vl": {"layer_types": ["conv", "full_attention"]},
     "lfm3": {
@@ -234,7 +190,7 @@ _OWN: Mapping[str, Mapping[str, Any]] = {
     },
     "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2},
     "mimo_v2_flash": {**_BOTH, "v_head_dim": 8},
-    "minimax": {"layer_types": ["linear_attention", "full_attention"], "block_size": 16},
+    "minimax": {"layer_types": _DELTA["layer_types"], "block_size": 16},
     "nemotron_h": {
         "num_hidden_layers": 4,
         "layers_block_type": ["mamba", "attention", "moe", "mlp"],
@@ -248,10 +204,7 @@ _OWN: Mapping[str, Mapping[str, Any]] = {
         "audio_config": {name: _TOWER[name] for name in _AUDIO},
     },
     "step3p7": {**_BOTH, "sliding_window": WINDOW},
-    "zamba": {
-        "num_hidden_layers": 4,
-        "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
-    },
+    "zamba": {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2},
     "zamba2": _ZAMBA2,
 }
 ARCHITECTURES = dict(sorted(_OWN.items()))
