@@ -1,12 +1,12 @@
 """Two nodes on one Redis: what the first machine's engine computed is a hit on the second's."""
 
-import time
 from contextlib import closing
 
 import pytest
 
+from tests.patience import until
 from tests.redis_server import redis_server
-from tests.unit.test_node_socket import ROOT, joined, prompt, serving, write
+from tests.unit.test_node_socket import ROOT, below, joined, prompt, serving, write
 from tests.unit.test_vllm_operations import GROUPS, TOKENS, Parts, Vllm, operations
 from tiers.blocks.chain import Chain
 from tiers.errors import ConfigurationError
@@ -26,16 +26,8 @@ def url(tmp_path_factory):
         yield url + PATIENT
 
 
-def below(folder, url, writes=RemoteWrites.ALL):
-    disk = {"disk_dir": folder, "disk_bytes": 64 << 20}
-    return {**disk, "remote": RemoteSettings(url, writes)}
-
-
-def until(done):
-    give_up = time.monotonic() + 120
-    while not done():
-        assert time.monotonic() < give_up
-        time.sleep(0.01)
+def over(folder, url, writes=RemoteWrites.ALL):
+    return {**below(folder), "remote": RemoteSettings(url, writes)}
 
 
 def sent(client):
@@ -44,8 +36,8 @@ def sent(client):
 
 def test_a_second_node_serves_what_the_first_computed(tmp_path, url):
     one, two, ids = tmp_path / "one.sock", tmp_path / "two.sock", prompt(1)
-    settings = below(tmp_path / "two", url)
-    with serving(one, **below(tmp_path / "one", url)), joined(one) as first:
+    settings = over(tmp_path / "two", url)
+    with serving(one, **over(tmp_path / "one", url)), joined(one) as first:
         write(first, ids)
         until(lambda: sent(first) == len(ids))
     with serving(two, **settings), joined(two) as second:
@@ -63,10 +55,7 @@ def test_a_second_node_serves_what_the_first_computed(tmp_path, url):
 
 def test_by_default_a_block_is_sent_at_its_second_hit(tmp_path, url):
     path, ids = tmp_path / "node.sock", prompt(2)
-    with (
-        serving(path, **below(tmp_path / "disk", url, RemoteWrites.REUSED)),
-        joined(path) as client,
-    ):
+    with serving(path, **over(tmp_path, url, RemoteWrites.REUSED)), joined(path) as client:
         write(client, ids)
         until(lambda: not client.stats()["pools"][0]["is_writing"])
         client.release(client.lease(ids[:2]))
@@ -79,7 +68,7 @@ def test_by_default_a_block_is_sent_at_its_second_hit(tmp_path, url):
 def test_a_prefix_is_published_as_far_as_every_group_and_rank_can_resume(tmp_path, url, num_ranks):
     path = tmp_path / "node.sock"
     with (
-        serving(path, **below(tmp_path / "disk", url, RemoteWrites.REUSED)),
+        serving(path, **over(tmp_path, url, RemoteWrites.REUSED)),
         closing(Parts(path, num_ranks)) as parts,
         closing(operations(path, Vllm(), num_ranks, GROUPS)) as hands,
     ):
@@ -97,11 +86,4 @@ def test_an_invalid_remote_tier_is_refused_at_the_start(tmp_path):
     with pytest.raises(ConfigurationError, match="needs a disk"):
         NodeServer(NodeSettings(**sizes, remote=RemoteSettings("redis://127.0.0.1:1/0"))).open()
     with pytest.raises(ConfigurationError, match="memcached"):
-        NodeServer(
-            NodeSettings(
-                **sizes,
-                disk_dir=tmp_path / "disk",
-                disk_bytes=64 << 20,
-                remote=RemoteSettings("memcached://somewhere"),
-            )
-        ).open()
+        NodeServer(NodeSettings(**sizes, **over(tmp_path, "memcached://somewhere"))).open()

@@ -32,8 +32,12 @@ _SHAPE: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "intermediate_size"), 64),
     **dict.fromkeys(("num_hidden_layers", "num_key_value_heads"), 2),
     **dict.fromkeys(("eos_token_id", "pad_token_id"), 256),
-    **{"vocab_size": VOCAB_SIZE, "num_attention_heads": 4, "head_dim": 16, "bos_token_id": 257},
-    **{"max_position_embeddings": 512, "initializer_range": 0.2},
+    "vocab_size": VOCAB_SIZE,
+    "num_attention_heads": 4,
+    "head_dim": 16,
+    "bos_token_id": 257,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
 }
 # What configs call the same things; each is given where the type's own config has it.
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "n_head")
@@ -50,7 +54,8 @@ _ALSO: dict[str, Any] = {
     **dict.fromkeys(_INNER, 32),
     **dict.fromkeys(_WIDTHS, 64),
     **dict.fromkeys(_SINGLE, 1),
-    **{"sliding_window": WINDOW, "n_positions": 512},
+    "sliding_window": WINDOW,
+    "n_positions": 512,
 }
 _LATENT: dict[str, Any] = {
     "q_lora_rank": 24,
@@ -176,11 +181,14 @@ _OWN: Mapping[str, Mapping[str, Any]] = {
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "kimi_linear": {
         **_LATENT,
-        **{"layer_types": _DELTA["layer_types"], "linear_num_heads": 4, "linear_head_dim": 16},
+        "layer_types": _DELTA["layer_types"],
+        "linear_num_heads": 4,
+        "linear_head_dim": 16,
     },
     "lfm2": {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"]},
     "lfm2_moe": {
-        **{"num_hidden_layers": 3, "num_dense_layers": 1},
+        "num_hidden_layers": 3,
+        "num_dense_layers": 1,
         "layer_types": ["conv", "full_attention", "conv"],
     },
     "lfm2_vl": {"layer_types": ["conv", "full_attention"]},

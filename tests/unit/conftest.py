@@ -15,6 +15,12 @@ def closes_disks():
 
 
 @pytest.fixture
+def path(tmp_path):
+    """Where a node listens."""
+    return tmp_path / "node.sock"
+
+
+@pytest.fixture
 def house(tmp_path):
     """A ledger in which `acme` has one CNY; proved afterwards."""
     with running_ledger(f"sqlite:///{tmp_path / 'ledger.sqlite3'}") as house:

@@ -3,13 +3,14 @@
 import json
 import time
 from collections import Counter
+from itertools import pairwise
 
 import pytest
 
 from cachesvc.config.sections import CacheSection, EventsSection
 from cachesvc.server.vllm import node as vllm_node
-from tests.unit.test_node_operations import below, settled
-from tests.unit.test_node_socket import joined, prompt, serving, write
+from tests.unit.test_node_operations import settled
+from tests.unit.test_node_socket import below, joined, prompt, serving, write
 from tiers.telemetry.events import BlockEvent, Subscription
 
 
@@ -24,7 +25,7 @@ def heard(subscription: Subscription, num_events: int) -> list[BlockEvent]:
 
 
 def test_what_is_stored_written_moved_and_removed_is_told(tmp_path):
-    path, disk = tmp_path / "node.sock", below(tmp_path / "disk")
+    path, disk = tmp_path / "node.sock", below(tmp_path)
     with serving(path, **disk) as node, joined(path) as client:
         subscription = node.stream.subscribe()
         write(client, prompt(1))
@@ -43,30 +44,28 @@ def test_what_is_stored_written_moved_and_removed_is_told(tmp_path):
         assert prompt(1)[0].key == second.parent
 
 
+ZMQ = {"endpoint": "tcp://127.0.0.1:5557", "topic": "kv-events"}
+OTHER = {"endpoint": "tcp://*:5557", "topic": "t"}
+
+
 @pytest.mark.parametrize(
-    ("zmq", "expected"),
-    [
-        ("", None),
-        ("tcp://127.0.0.1:5557", {"endpoint": "tcp://127.0.0.1:5557", "topic": "kv-events"}),
-        ({"endpoint": "tcp://*:5557", "topic": "t"}, {"endpoint": "tcp://*:5557", "topic": "t"}),
-    ],
+    ("zmq", "expected"), [("", None), ("tcp://127.0.0.1:5557", ZMQ), (OTHER, OTHER)]
 )
-def test_a_node_that_the_server_starts_publishes_what_the_servers_setting_says(
+def test_a_node_that_the_server_starts_is_told_what_the_servers_settings_say(
     zmq, expected, tmp_path, monkeypatch
 ):
-    class Started(Exception):
-        pass
+    started: list[list[str]] = []
 
     def start(command: list[str], **_: object) -> None:
-        raise Started(command)
+        started.append(command)
+        raise InterruptedError
 
     monkeypatch.setattr(vllm_node.subprocess, "Popen", start)
-    events = EventsSection(zmq=zmq).publisher
-    with pytest.raises(Started) as started:
-        vllm_node.ensure_node(tmp_path / "s", CacheSection(), tmp_path, events)
-    command = started.value.args[0]
-    if expected is None:
-        assert "--events" not in command
-    else:
-        given = json.loads(command[command.index("--events") + 1])
-        assert expected.items() <= given.items()
+    events, cache = EventsSection(zmq=zmq).publisher, CacheSection(disk_reserve_bytes=7)
+    with pytest.raises(InterruptedError):
+        vllm_node.ensure_node(tmp_path / "s", cache, tmp_path, events)
+    [command] = started
+    told = dict(pairwise(command))
+    assert "7" == told["--disk-reserve"]
+    assert expected is None or expected.items() <= json.loads(told["--events"]).items()
+    assert ("--events" in told) == (expected is not None)

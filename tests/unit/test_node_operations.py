@@ -4,13 +4,9 @@ import time
 
 import pytest
 
-from tests.unit.test_node_socket import ROOT, joined, prompt, serving, write
+from tests.unit.test_node_socket import ROOT, below, joined, prompt, serving, write
 from tiers.errors import NodeError
 from tiers.tier import TierName
-
-
-def below(folder):
-    return {"disk_dir": folder, "disk_bytes": 64 << 20}
 
 
 def settled(client):
@@ -28,13 +24,8 @@ def pinned(client, name, ids, for_s=3600):
 
 
 @pytest.fixture
-def path(tmp_path):
-    return tmp_path / "node.sock"
-
-
-@pytest.fixture
 def client(path, tmp_path):
-    with serving(path, **below(tmp_path / "disk")), joined(path) as client:
+    with serving(path, **below(tmp_path)), joined(path) as client:
         yield client
 
 
@@ -66,11 +57,11 @@ def test_what_a_client_closed_opens_when_it_goes(client, path):
 
 
 def test_pins_outlive_the_node(path, tmp_path):
-    with serving(path, **below(tmp_path / "disk")), joined(path) as client:
+    with serving(path, **below(tmp_path)), joined(path) as client:
         write(client, prompt(1))
         assert "pin" in pinned(client, "system", prompt(1))
         client.operate("saved")
-    with serving(path, **below(tmp_path / "disk")), joined(path) as client:
+    with serving(path, **below(tmp_path)), joined(path) as client:
         (pin,) = client.operate("pins")["pins"]
         assert ("system", 12) == (pin["name"], pin["num_tokens"])
         assert {"host": 0, "disk": 0} == client.operate("evict", keys=keys(prompt(1)))

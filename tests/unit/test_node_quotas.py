@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from tests.unit.test_node_pool import purge
-from tests.unit.test_node_socket import LAYOUT, joined, serving
+from tests.unit.test_node_socket import LAYOUT, below, joined, serving
 from tiers.blocks.keys import CacheScope, PrefixKey, block_ids, token_bytes
 from tiers.errors import ConfigurationError, NodeError
 from tiers.node.arena import create, frame_stride
@@ -73,10 +73,6 @@ def test_a_pinned_block_within_its_owners_share_stays_in_memory():
     pool.check()
 
 
-def below(folder):
-    return {"disk_dir": folder, "disk_bytes": 1 << 20}
-
-
 def store(client, ids, noise):
     pairs = client.reserve(ids)
     for _, frame in pairs:
@@ -90,7 +86,7 @@ def store(client, ids, noise):
 def test_a_node_keeps_quotas_in_memory_and_on_disk_and_over_its_restart(tmp_path):
     path, noise = tmp_path / "node.sock", random.Random(1)
     quotas = {"tenant:a": 1 << 20}  # half of 1 MiB of memory and 1 MiB of disk
-    with serving(path, quotas=quotas, **below(tmp_path / "disk")), joined(path) as client:
+    with serving(path, quotas=quotas, **below(tmp_path, 1 << 20)), joined(path) as client:
         client.know(OWNERS)
         for number in range(10):
             store(client, prompt("a", number), noise)
@@ -104,7 +100,7 @@ def test_a_node_keeps_quotas_in_memory_and_on_disk_and_over_its_restart(tmp_path
         assert told["host", "common"]["used_bytes"] > told["host", "common"]["share_bytes"]
         for number in range(100):  # it holds on the disk as well
             store(client, prompt("c", number), noise)
-    with serving(path, quotas=quotas, **below(tmp_path / "disk")), joined(path) as client:
+    with serving(path, quotas=quotas, **below(tmp_path, 1 << 20)), joined(path) as client:
         told = {(each["tier"], each["group"]): each for each in client.stats()["groups"]}
         assert told["disk", "tenant:a"]["used_bytes"] >= 10 * LAYOUT.nbytes, "names are kept"
         tiers = [client.probe(prompt("a", number)) for number in range(10)]

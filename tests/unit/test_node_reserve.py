@@ -2,12 +2,9 @@
 
 from contextlib import closing
 
-import pytest
 from typer.testing import CliRunner
 
 from cachesvc.cli import app
-from cachesvc.config.sections import CacheSection
-from cachesvc.server.vllm import node as vllm_node
 from tiers.blocks.layout import BlockLayout
 from tiers.node.below import open_below
 from tiers.node.settings import NodeSettings
@@ -24,21 +21,6 @@ def test_the_option_reaches_the_settings(tmp_path, monkeypatch):
     for more in ([], ["--disk-reserve", "64MiB"]):
         assert 0 == CliRunner().invoke(app, [*command, *more]).exit_code
     assert [None, 64 * MIB] == [each.disk_reserve_bytes for each in told]
-
-
-def test_a_server_over_vllm_hands_its_reserve_to_its_node(tmp_path, monkeypatch):
-    class Started(Exception):
-        pass
-
-    def start(command: list[str], **_: object) -> None:
-        raise Started(command)
-
-    monkeypatch.setattr(vllm_node.subprocess, "Popen", start)
-    cache = CacheSection(host_bytes=MIB, disk_bytes=8 * MIB, disk_reserve_bytes=7)
-    with pytest.raises(Started) as started:
-        vllm_node.ensure_node(tmp_path / "s", cache, tmp_path)
-    command = started.value.args[0]
-    assert "7" == command[command.index("--disk-reserve") + 1]
 
 
 def test_the_disk_of_a_node_leaves_it(tmp_path):

@@ -57,9 +57,9 @@ def serving(path, **settings):
         node.close()
 
 
-@pytest.fixture
-def path(tmp_path):
-    return tmp_path / "node.sock"
+def below(folder, nbytes=64 << 20):
+    """Settings of a node with a disk."""
+    return {"disk_dir": folder / "disk", "disk_bytes": nbytes}
 
 
 @pytest.fixture
@@ -84,10 +84,9 @@ def write(client, ids):
 
 def test_a_run_is_fetched_from_the_disk(path, tmp_path):
     ids = prompt(1)
-    disk = {"disk_dir": tmp_path / "disk", "disk_bytes": 64 << 20}
-    with serving(path, **disk), joined(path) as client:
+    with serving(path, **below(tmp_path)), joined(path) as client:
         write(client, ids)
-    with serving(path, **disk) as node, joined(path) as client:
+    with serving(path, **below(tmp_path)) as node, joined(path) as client:
         client.fetch(ids)
         while 3 > node.stats()["pools"][0]["disk_hits"]:
             pass
@@ -159,7 +158,7 @@ def test_a_disk_that_is_full_when_a_client_comes_is_told_to_it(path, tmp_path, m
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "posix_fallocate", fallocate)
-    with serving(path, disk_dir=tmp_path / "disk", disk_bytes=8 << 20):
+    with serving(path, **below(tmp_path, 8 << 20)):
         with pytest.raises(NodeError, match="No space left on device"), joined(path):
             pass
         monkeypatch.undo()
@@ -180,10 +179,7 @@ def test_a_disk_that_takes_no_blocks_is_in_the_counters(path, tmp_path, monkeypa
         while not so(disk()):
             write(client, prompt(next(numbers)))
 
-    with (
-        serving(path, disk_dir=tmp_path / "disk", disk_bytes=8 << 20) as node,
-        joined(path) as client,
-    ):
+    with serving(path, **below(tmp_path, 8 << 20)) as node, joined(path) as client:
         write_until(lambda disk: disk.num_blocks > 0)
         assert [""] == [shard.failing for shard in disk().shards]
         storage.arm(1, count=10**6, operations=["commit"])
@@ -291,7 +287,7 @@ def test_a_second_node_at_the_same_place_is_refused(node, path):
 
 
 def test_a_second_node_on_the_same_disk_is_refused_at_its_start(tmp_path):
-    disk = {"disk_dir": tmp_path / "disk", "disk_bytes": 64 << 20}
+    disk = below(tmp_path)
     with serving(tmp_path / "a.sock", **disk):
         other = NodeServer(NodeSettings(socket=tmp_path / "b.sock", host_bytes=1 << 20, **disk))
         with pytest.raises(DirectoryLocked, match=r"disk is served by pid .*--disk-cache-dir"):

@@ -2,7 +2,7 @@
 
 from cachesvc.vllm.link import RETRY_S, NodeLink
 from tests.support.disks import Clock
-from tests.unit.test_node_socket import LAYOUT, prompt, serving, write
+from tests.unit.test_node_socket import LAYOUT, below, prompt, serving, write
 from tiers.tier import TierName
 
 
@@ -43,14 +43,11 @@ def test_an_outage_is_told_once(tmp_path, caplog):
 
 
 def test_a_node_that_was_restarted_is_joined_without_a_miss(tmp_path):
-    path, below = (
-        tmp_path / "node.sock",
-        {"disk_dir": tmp_path / "disk", "disk_bytes": 64 << 20},
-    )
+    path = tmp_path / "node.sock"
     link = link_to(path, Clock())
-    with serving(path, **below):
+    with serving(path, **below(tmp_path)):
         assert link.attempt(put)
-    with serving(path, **below):
+    with serving(path, **below(tmp_path)):
         assert ([TierName.DISK] * 3, 0) == (link.probe(prompt(1)), link.faults)
         link.close()
 

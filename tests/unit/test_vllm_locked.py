@@ -21,7 +21,7 @@ from cachesvc.vllm.locked import LockedMemory
 from cachesvc.vllm.transfers import GroupBlocks, Transfer
 from tests.patience import until
 from tests.unit.test_frames_pinned import Cudart
-from tests.unit.test_node_socket import LAYOUT, joined, prompt, serving, write
+from tests.unit.test_node_socket import LAYOUT, below, joined, prompt, serving, write
 from tiers.blocks.keys import CacheScope
 from tiers.errors import NodeError
 from tiers.node import arena, messages
@@ -31,11 +31,6 @@ from tiers.node.messages import Op
 PIECE = 4  # frames
 STRIDE = frame_stride(LAYOUT)
 CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def path(tmp_path):
-    return tmp_path / "node.sock"
 
 
 @pytest.fixture(autouse=True)
@@ -268,13 +263,9 @@ def test_what_one_engine_stored_another_loads_with_every_byte_also_after_a_resta
     path, tmp_path, locks, monkeypatch
 ):
     monkeypatch.setattr(carrier_module, "PART_BYTES", 2 * IDENTITY.layout.nbytes)
-    below = {"disk_dir": tmp_path / "disk", "disk_bytes": 64 << 20}
     ids, source, target = prompt(1, 5), kv_like_vllm(3), kv_like_vllm()
     with carrying(path, source, locks=locks) as one:
-        with (
-            serving(path, **below) as node,
-            carrying(path, target, locks=locks) as other,
-        ):
+        with serving(path, **below(tmp_path)) as node, carrying(path, target, locks=locks) as other:
             assert set() == moved(one, [], [transfer(ids, 3, 7, 1, 0, 11)])
             assert set() == moved(other, [transfer(ids, 2, 3, 4, 9, 5)], [])
             for name in source:
@@ -284,7 +275,7 @@ def test_what_one_engine_stored_another_loads_with_every_byte_also_after_a_resta
             assert bool(locked_bytes(node)) == locks
             lost = {2, 3, 4, 9, 5}
             assert lost == moved(other, [transfer(prompt(2, 5), 2, 3, 4, 9, 5)], [])
-        with serving(path, **below):
+        with serving(path, **below(tmp_path)):
             kept = {name: tensor.clone() for name, tensor in source.items()}
             parts = transfer(prompt(1, 6), 6, 2, 4, 8, 10, 9, in_parts=True)
             assert {9} == moved(one, [parts], [])

@@ -11,7 +11,7 @@ from cachesvc.server.vllm.node_operations import NodeOperations
 from cachesvc.vllm.groups import KvGroup
 from cachesvc.vllm.identity import group_roots, rank_roots
 from tests.patience import until
-from tests.unit.test_node_socket import LAYOUT, ROOT, joined, prompt, serving, write
+from tests.unit.test_node_socket import LAYOUT, ROOT, below, joined, prompt, serving, write
 from tiers.blocks.chain import Chain, KeyedPrefix
 from tiers.blocks.keys import block_ids, token_bytes
 from tiers.node.client import NodeClient
@@ -39,14 +39,8 @@ class Vllm:
 
 
 @pytest.fixture
-def path(tmp_path):
-    return tmp_path / "node.sock"
-
-
-@pytest.fixture
 def engine(path, tmp_path):
-    below = {"disk_dir": tmp_path / "disk", "disk_bytes": 64 << 20}
-    with serving(path, **below), joined(path) as client:
+    with serving(path, **below(tmp_path)), joined(path) as client:
         yield client
 
 

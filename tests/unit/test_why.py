@@ -2,7 +2,7 @@
 
 import pytest
 
-from api.journal.why import NOTHING, MissFinding, ReasonKind, why
+from api.journal.why import MissFinding, ReasonKind, why
 from engine.request import BlockRun, Lookup
 from tiers.blocks.keys import PrefixKey
 from tiers.errors import MissReason
@@ -23,78 +23,48 @@ def missing(**known):
     return Absence(parent=PARENT, key=known.pop("key", KEY), **known)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("told", "finding", "kind", "words"),
-    [
-        (
-            lookup(128, 129),
-            NOTHING,
-            ReasonKind.SERVED,
-            "Everything before the last token was served",
-        ),
-        (
-            lookup(0, 99, stop=MissReason.DISABLED),
-            NOTHING,
-            ReasonKind.DISABLED,
-            "asked for no cache",
-        ),
-        (
-            lookup(0, 99, missing(), MissReason.UNREPORTED),
-            NOTHING,
-            ReasonKind.UNREPORTED,
-            "did not say how much",
-        ),
-        (lookup(0, 99, missing()), NOTHING, ReasonKind.NEVER_SEEN, "begins as none before it"),
-        (lookup(64, 200, missing()), NOTHING, ReasonKind.NEVER_SEEN, "Block 1 (tokens 64 to 127)"),
-        (
-            lookup(64, 200, missing(departure=Departure(TierName.DISK, Cause.ROOM, NOW - 180))),
-            NOTHING,
-            ReasonKind.LEFT,
-            "evicted from the disk tier for room 3 min before this request",
-        ),
-        (
-            lookup(64, 200, missing(departure=Departure(TierName.HOST, Cause.REQUEST, NOW - 4))),
-            NOTHING,
-            ReasonKind.LEFT,
-            "purged from the host tier 4 s before",
-        ),
-        (
-            lookup(75, 200, missing(rows=11, parted=True, sibling=OTHER)),
-            NOTHING,
-            ReasonKind.DIVERGED,
-            "at token 75. The 75 tokens before it are cached",
-        ),
-        (
-            lookup(64, 200, missing()),
-            MissFinding(rows=11, sibling="03"),
-            ReasonKind.DIVERGED,
-            "Tokens 64 to 74 are cached in a block",
-        ),
-        (lookup(75, 200, missing(rows=11)), NOTHING, ReasonKind.ENDED, "ends at token 75"),
-        (
-            lookup(0, 99, missing()),
-            MissFinding(owners=("tenant acme",)),
-            ReasonKind.OTHER_SCOPE,
-            "but for tenant acme",
-        ),
-        (lookup(64, 90, missing(key=None)), NOTHING, ReasonKind.TAIL, "last 26 tokens do not fill"),
-        (
-            lookup(64, 200, missing(), MissReason.UNECONOMIC),
-            NOTHING,
-            ReasonKind.REFUSED,
-            "longer than computing it",
-        ),
-        (
-            lookup(64, 200, missing(), MissReason.CHECKSUM),
-            NOTHING,
-            ReasonKind.FAULT,
-            "not those that were written",
-        ),
-    ],
-)
-def test_every_reason_has_its_words(told, finding, kind, words):
-    reason = why(told, NOW, finding)
-    assert kind is reason.kind
+def left(tier, cause, seconds):
+    return lookup(64, 200, missing(departure=Departure(tier, cause, NOW - seconds)))
+
+
+# What a lookup told, what was found of the miss, the kind of the reason, and of its words.
+REASONS = [
+    (lookup(128, 129), {}, "SERVED", "Everything before the last token was served"),
+    (lookup(0, 99, stop=MissReason.DISABLED), {}, "DISABLED", "asked for no cache"),
+    (lookup(0, 99, missing(), MissReason.UNREPORTED), {}, "UNREPORTED", "did not say how much"),
+    (lookup(0, 99, missing()), {}, "NEVER_SEEN", "begins as none before it"),
+    (lookup(64, 200, missing()), {}, "NEVER_SEEN", "Block 1 (tokens 64 to 127)"),
+    (
+        *(left(TierName.DISK, Cause.ROOM, 180), {}, "LEFT"),
+        "evicted from the disk tier for room 3 min before this request",
+    ),
+    (left(TierName.HOST, Cause.REQUEST, 4), {}, "LEFT", "purged from the host tier 4 s before"),
+    (
+        *(lookup(75, 200, missing(rows=11, parted=True, sibling=OTHER)), {}, "DIVERGED"),
+        "at token 75. The 75 tokens before it are cached",
+    ),
+    (
+        *(lookup(64, 200, missing()), {"rows": 11, "sibling": "03"}, "DIVERGED"),
+        "Tokens 64 to 74 are cached in a block",
+    ),
+    (lookup(75, 200, missing(rows=11)), {}, "ENDED", "ends at token 75"),
+    (lookup(0, 99, missing()), {"owners": ("tenant acme",)}, "OTHER_SCOPE", "but for tenant acme"),
+    (lookup(64, 90, missing(key=None)), {}, "TAIL", "last 26 tokens do not fill"),
+    (
+        *(lookup(64, 200, missing(), MissReason.UNECONOMIC), {}, "REFUSED"),
+        "longer than computing it",
+    ),
+    (
+        *(lookup(64, 200, missing(), MissReason.CHECKSUM), {}, "FAULT"),
+        "not those that were written",
+    ),
+]
+
+
+@pytest.mark.parametrize(("told", "found", "kind", "words"), REASONS)
+def test_every_reason_has_its_words(told, found, kind, words):
+    reason = why(told, NOW, MissFinding(**found))
+    assert ReasonKind[kind] is reason.kind
     assert words in reason.text
     assert told.runs[-1].start == reason.token
 
