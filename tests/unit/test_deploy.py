@@ -18,6 +18,7 @@ from cachesvc.cli.node import node
 from cachesvc.config.quantities import parse_duration, parse_size
 from cachesvc.config.settings import Settings, env_name, known_settings
 from cachesvc.server.supervisor import notify
+from tests.helm import program
 from tiers.node.pools import DRAIN_S
 
 ROOT = Path(__file__).parents[2]
@@ -27,6 +28,7 @@ FLUSH_S = 60.0  # `TieredCache.flush`: the longest that a stop writes memory to 
 SETTINGS = Settings.model_validate({})
 NEEDED_S = SETTINGS.server.drain + FLUSH_S
 K8S = OPS / "k8s"
+DISK = "CACHESVC_CACHE__DISK_BYTES"
 BOARDS = K8S / "components" / "monitoring" / "boards"
 
 
@@ -87,44 +89,49 @@ def test_the_service_finds_its_pods():
         assert found[kind]["spec"][chosen]["matchLabels"].items() <= labels.items()
 
 
-@pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl")
-@pytest.mark.parametrize(
-    "components",
-    [
-        (),
-        ("gpu",),
-        ("gpu", "monitoring", "postgres", "remote"),
-        ("postgres", "fleet"),
-        ("postgres", "fleet", "router"),
-    ],
-)
-def test_kustomize_builds_what_kubernetes_knows(tmp_path, components):
-    """Each document by the schema of its kind, where `kubernetes-validate` is installed. The folder
-    is copied by itself, as users do."""
-    shutil.copytree(K8S, tmp_path / "k8s")
-    chosen = tmp_path / "k8s" / "chosen"
-    chosen.mkdir()
-    parts = [f"../components/{name}" for name in components]
-    (chosen / "kustomization.yaml").write_text(
-        yaml.safe_dump(
-            {
-                "resources": ["../base"],
-                "components": parts,
-                "configMapGenerator": [
-                    {
-                        "name": "cachesvc-settings",
-                        "behavior": "merge",
-                        "literals": ["CACHESVC_MODEL__NAME=ours/model"],
-                    }
-                ],
-            }
-        )
-    )
-    built = subprocess.run(
-        ["kubectl", "kustomize", chosen], capture_output=True, text=True, timeout=60
-    )
+COMPONENTS = [
+    (),
+    ("gpu",),
+    ("gpu", "monitoring", "postgres", "remote"),
+    ("postgres", "fleet"),
+    ("postgres", "fleet", "router"),
+]
+KUBECTL, HELM = program("kubectl"), program("helm")
+needs_kubectl = pytest.mark.skipif(KUBECTL is None, reason="needs kubectl, which CI installs")
+needs_helm = pytest.mark.skipif(HELM is None, reason="needs helm, which CI installs")
+
+
+def built_by(*command):
+    built = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert 0 == built.returncode, built.stderr
-    documents = list(yaml.safe_load_all(built.stdout))
+    return [document for document in yaml.safe_load_all(built.stdout) if document]
+
+
+def kustomized(folder, components, **more):
+    """The objects of a kustomization of a user's. The folder is copied by itself, as users do."""
+    shutil.copytree(K8S, folder / "k8s")
+    chosen = folder / "k8s" / "chosen"
+    chosen.mkdir()
+    settings = {
+        "name": "cachesvc-settings",
+        "behavior": "merge",
+        "literals": ["CACHESVC_MODEL__NAME=ours/model"],
+    }
+    kustomization = {
+        "resources": ["../base"],
+        "components": [f"../components/{name}" for name in components],
+        "configMapGenerator": [settings],
+        **more,
+    }
+    (chosen / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
+    return built_by(KUBECTL, "kustomize", chosen)
+
+
+@needs_kubectl
+@pytest.mark.parametrize("components", COMPONENTS)
+def test_kustomize_builds_what_kubernetes_knows(tmp_path, components):
+    """Each document by the schema of its kind, where `kubernetes-validate` is installed."""
+    documents = kustomized(tmp_path, components)
     kinds = [document["kind"] for document in documents]
     assert ("monitoring" in components) == ("ServiceMonitor" in kinds)
     (stateful,) = (each for each in documents if each["kind"] == "StatefulSet")
@@ -174,19 +181,115 @@ def test_kustomize_builds_what_kubernetes_knows(tmp_path, components):
             validator.validate(document, "1.32", strict=True)
 
 
+def rendered(folder, chart=K8S, **values):
+    """The objects that the chart makes of these values."""
+    (folder / "values.yaml").write_text(yaml.safe_dump(values))
+    return built_by(HELM, "template", "release", chart, "--values", folder / "values.yaml")
+
+
+def by_name(documents):
+    return {(each["kind"], each["metadata"]["name"]): each for each in documents}
+
+
+@needs_kubectl
+@needs_helm
+@pytest.mark.parametrize("components", COMPONENTS)
+def test_the_chart_makes_what_kustomize_does(tmp_path, components):
+    """They restart pods for other settings by a name and by an annotation; all else is equal."""
+    own = {"CACHESVC_MODEL__NAME": "ours/model"}
+    image = "registry.example.com:5000/ours/cachesvc"
+    expected = kustomized(
+        tmp_path,
+        components,
+        replicas=[{"name": "cachesvc", "count": 3}],
+        images=[{"name": "cachesvc", "newName": image, "newTag": "9"}],
+    )
+    found = by_name(
+        rendered(
+            tmp_path,
+            tmp_path / "k8s",
+            components=list(components),
+            settings=own,
+            replicas={"cachesvc": 3},
+            images={"cachesvc": f"{image}:9"},
+        )
+    )
+    restarted = {
+        name: each["spec"]["template"]["metadata"].pop("annotations")["checksum/settings"]
+        for (_, name), each in found.items()
+        if "annotations" in each.get("spec", {}).get("template", {}).get("metadata", {})
+    }
+    assert ({"cachesvc", "cachesvc-engines"} if "fleet" in components else {"cachesvc"}) == (
+        restarted.keys()
+    )
+    hashed = re.compile("cachesvc-settings-[a-z0-9]{10}")
+    text = hashed.sub("cachesvc-settings", yaml.safe_dump_all(expected))
+    assert by_name(yaml.safe_load_all(text)) == found
+
+
+@needs_helm
+def test_the_chart_takes_settings_and_parts_of_objects_and_refuses_what_it_does_not_know(tmp_path):
+    first = by_name(rendered(tmp_path))
+    patches = [
+        {"kind": "ConfigMap", "metadata": {"name": "cachesvc-settings"}, "data": {DISK: None}},
+        {
+            "kind": "StatefulSet",
+            "metadata": {"name": "cachesvc"},
+            "spec": {
+                "template": {
+                    "spec": {
+                        "containers": [
+                            {"name": "cachesvc", "resources": {"limits": {"memory": "9Gi"}}}
+                        ]
+                    }
+                }
+            },
+        },
+    ]
+    own = {"CACHESVC_SERVER__DRAIN": "5"}
+    patched = by_name(rendered(tmp_path, settings=own, patches=patches))
+    (before, held), (after, then) = (
+        (
+            each["StatefulSet", "cachesvc"]["spec"]["template"],
+            each["ConfigMap", "cachesvc-settings"]["data"],
+        )
+        for each in (first, patched)
+    )
+    assert DISK in held
+    assert {name: value for name, value in held.items() if name != DISK} | own == then
+    assert before["metadata"]["annotations"] != after["metadata"]["annotations"]
+    before["metadata"] = after["metadata"]
+    before["spec"]["containers"][0]["resources"]["limits"]["memory"] = "9Gi"
+    assert before == after
+    refused = {
+        "replicas.cachesvcs=3": "nothing runs as cachesvcs",
+        "images.cachesvcs=a:1": "no image is called cachesvcs",
+        "components={gpus}": "one of 'gpu', 'monitoring'",
+        "setings.A=b": "'setings' not allowed",
+        "settings.MODEL=b": "'MODEL' does not match",
+        "settings.CACHESVC_SERVER__PORT=1": "want string|Expected: string",
+        "patches[0].kind=A,patches[0].metadata.name=b": "there is no A/b",
+    }
+    for value, why in refused.items():
+        done = subprocess.run(
+            [HELM, "template", "release", K8S, "--set", value],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert done.returncode and re.search(why, done.stderr), (value, done.stderr)
+
+
 def test_the_operators_rules_are_prometheus_own():
     """One is a copy of the other, because kustomize reads no files outside its folder."""
     rule = yaml.safe_load((K8S / "components" / "monitoring" / "rules.yaml").read_text())
     assert yaml.safe_load((OPS / "prometheus" / "rules.yml").read_text()) == rule["spec"]
 
 
-@pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl")
+@needs_kubectl
 def test_the_nodes_daemon_set_is_what_kubernetes_and_the_command_know():
-    built = subprocess.run(
-        ["kubectl", "kustomize", K8S / "node"], capture_output=True, text=True, timeout=60
-    )
-    assert 0 == built.returncode, built.stderr
-    (daemons,) = yaml.safe_load_all(built.stdout)
+    (daemons,) = built_by(KUBECTL, "kustomize", K8S / "node")
     pod = daemons["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     assert (
