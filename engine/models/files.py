@@ -88,6 +88,16 @@ def find(
     return folder
 
 
+def bytes_here(name: str) -> int:
+    """The size of a model's weight files, as they are on this machine. 0 if the hub has them."""
+    path = _local(name)
+    if path is None:
+        return 0
+    path = _weights(path)
+    files = split_parts(path) if path.is_file() else path.glob("*.safetensors")
+    return sum(file.stat().st_size for file in files)
+
+
 def is_on_hub(name: str) -> bool:
     """Whether it is a hub id, and not on this machine by that name. Raises ModelError."""
     return _local(name) is None

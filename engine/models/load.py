@@ -36,7 +36,7 @@ from engine.models.adapters import load_adapter as read_adapter
 from engine.models.arithmetic import Arithmetic, arithmetic_of
 from engine.models.describe import load_tokenizer
 from engine.models.elementwise import Watch
-from engine.models.files import digest_of, find, is_on_hub
+from engine.models.files import bytes_here, digest_of, find, is_on_hub
 from engine.models.gguf import Progress, convert_again
 from engine.models.narrow_file import NarrowFile
 from engine.models.packing import can_pack, has_bfloat16
@@ -45,7 +45,7 @@ from engine.models.rope import check_settings, fix_tables
 from engine.models.towers import drop_towers, is_text_of
 from engine.models.unfilled import Unfilled
 from engine.models.versions import naming_versions
-from engine.operators.library import Operators
+from engine.operators.library import BUILT, Operators
 from engine.promise import Equal, Promise
 from engine.request import SamplingParams
 from engine.text.tokenizer import Tokenizer
@@ -152,13 +152,15 @@ def load_model(
     transformers_logging.set_verbosity_error()  # what it warns of is refused here
     if is_on_hub(name):
         _read_config(Path(name))  # before the weights are fetched
+    operators = kept = None
+    if bytes_here(name) >= _COMPILED_FROM_BYTES:
+        operators = Operators(cache_dir, BUILT)  # compiled while the model is converted and loads
     folder = find(name, cache_dir, report)
     config = _read_config(folder)
     content = digest_of(folder)
-    operators = kept = None
-    num_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    num_bytes = bytes_here(str(folder))
     if num_bytes >= _COMPILED_FROM_BYTES:
-        operators = Operators(cache_dir)  # compiled while the model loads
+        operators = operators or Operators(cache_dir, BUILT)
         if _may_fuse(device, dtype):
             kept = NarrowFile(cache_dir, content, operators.key, replaces_bytes=num_bytes)
     tokenizer = load_tokenizer(folder)

@@ -2,9 +2,10 @@
 
 A forward makes a thousand short calls of torch for each token. Where there is a compiler, four
 operators take the place of two thirds of them, and of what attention makes for each sequence.
-Without a compiler the forward makes the calls, slower, for the same bits. The first start compiles
-while the model loads, in about 8 s of one processor. Later ones load what it kept. A start serves
-without a compiler's work if that takes much longer.
+Without a compiler the forward makes the calls, slower, for the same bits. `python -m
+engine.operators` compiles them once for all data directories of this environment, in about 8 s of
+one processor. Else the first start does, while the model loads, and later ones load what it kept. A
+start serves without a compiler's work if that takes much longer.
 """
 
 import logging
@@ -12,6 +13,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 import weakref
 from concurrent.futures import Future
@@ -37,6 +39,7 @@ code=$?
 kill $!
 exit $code
 """
+BUILT = Path(sys.prefix) / "share" / "cachesvc"  # compiled when this environment was made
 PATIENCE_S = 20.0  # of a start that has nothing else to do; compiling takes 8 on a free processor
 # The instructions that torch itself uses, as in its own build. Below AVX2 there is no multiply-add.
 _FLAGS = {
@@ -71,11 +74,13 @@ class OperatorsMissing(Exception):
 class Operators:
     """The compiled operators of one folder. Compiling begins at once, in a process of its own."""
 
-    def __init__(self, folder: Path) -> None:
-        """folder: where a compiled library is kept, for this version and these instructions."""
+    def __init__(self, folder: Path, built: Path | None = None) -> None:
+        """folder: where a compiled library is kept, for this version and these instructions.
+        built: another that may have one already."""
         self._capability = torch.backends.cpu.get_cpu_capability()
         self.key = self._key()
         self._folder, self._name = folder, f"operators-{self.key}"
+        self._places = [folder] if built is None or not built.is_dir() else [folder, built]
         self._compiling: _Compiling | None = None
         self.missing: str | None = None
         self.loaded: Path | None = None  # the library that this process has loaded
@@ -88,18 +93,20 @@ class Operators:
 
     @property
     def kept(self) -> Path | None:
-        """The library, if the folder has one. Its name ends with the digest of its contents: a
+        """The library, if a folder has one. Its name ends with the digest of its contents: a
         process that loads a damaged one ends without a word. A file that another user could have
         written, or put there, is not loaded. Raises OperatorsMissing for it."""
-        if not keeps_others_out(self._folder):
-            raise OperatorsMissing(f"other users may replace what is in {self._folder}")
-        for found in self._folder.glob(f"{self._name}-*.so"):
-            if not is_own(found.stat()):
-                raise OperatorsMissing(f"{found} is not this user's alone; delete it")
-            if found.stem == _stem(self._name, found):
-                return found
-            logger.warning("%s is damaged, and compiled again", found)
-            found.unlink(missing_ok=True)
+        for place in self._places:
+            if not keeps_others_out(place):
+                raise OperatorsMissing(f"other users may replace what is in {place}")
+            for found in place.glob(f"{self._name}-*.so"):
+                if not is_own(found.stat()):
+                    raise OperatorsMissing(f"{found} is not this user's alone; delete it")
+                if found.stem == _stem(self._name, found):
+                    return found
+                logger.warning("%s is damaged, and compiled again", found)
+                if place == self._folder:
+                    found.unlink(missing_ok=True)
         return None
 
     @property
@@ -224,7 +231,7 @@ def _keep(
                 why = errors[0] or f"it says nothing, as on a full disk: see {library.parent}"
                 raise OperatorsMissing(f"the C++ compiler failed: {why}")
             made = _made(folder)
-            made.chmod(0o700)
+            made.chmod(0o755)
             made.replace(library.with_name(f"{_stem(library.name, made)}.so"))
     except (OperatorsMissing, OSError) as error:
         kept.set_exception(error)

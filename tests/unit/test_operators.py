@@ -191,6 +191,17 @@ def test_the_library_is_kept_and_a_damaged_one_compiled_again(operators, tmp_pat
     assert again.kept is not None
 
 
+def test_a_start_takes_what_was_compiled_with_its_environment(operators, tmp_path, caplog):
+    built = tmp_path / "built"
+    built.mkdir()
+    copied = Path(shutil.copy(operators.kept, built))
+    start = Operators(tmp_path / "models", built)
+    assert start._compiling is None and copied == start.kept and start.load()
+    copied.write_bytes(operators.kept.read_bytes()[:1000])
+    assert Operators(tmp_path / "models", built)._compiling is not None
+    assert "damaged" in caplog.text and copied.exists(), "it may be another user's"
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
