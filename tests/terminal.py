@@ -45,6 +45,9 @@ class Terminal:
         while self._read():
             assert time.monotonic() < ends_s, "\n".join(self.lines)
 
+    def type(self, keys):
+        os.write(self._terminal, keys.encode())
+
     def stop(self):
         """SIGTERM, the rest of what it writes, and its exit status."""
         self.process.send_signal(signal.SIGTERM)

@@ -91,6 +91,22 @@ def print_table(
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=PIPE_WIDTH)  # do not wrap in a file
+    table, left_out = fitting_table(columns, rows, console.width, right=right, spare=spare)
+    table.title, table.title_justify = title, "left"
+    console.print(table)
+    if left_out:
+        note(f"not shown here, but in a wider window and with --json: {', '.join(left_out)}")
+
+
+def fitting_table(
+    columns: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    width: int,
+    *,
+    right: Sequence[str],
+    spare: Sequence[str],
+) -> tuple[Table, list[str]]:
+    """A table of at most this width, if leaving out columns in `spare` makes it so; and these."""
     cells = [[str(cell) for cell in row] for row in rows]
     widths = {
         name: max(map(cell_len, (name, *column)))
@@ -98,21 +114,19 @@ def print_table(
     }
     left_out: list[str] = []
     for name in spare:
-        if sum(widths.values()) + 2 * (len(widths) - 1) > console.width and name in widths:
+        if sum(widths.values()) + 2 * (len(widths) - 1) > width and name in widths:
             left_out.append(name)
             del widths[name]
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
-    for name, width in widths.items():
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name, least in widths.items():
         if name in right:
-            table.add_column(name, justify="right", no_wrap=True, min_width=width)
+            table.add_column(name, justify="right", no_wrap=True, min_width=least)
         else:
             table.add_column(name, overflow="fold")
     for row in cells:
         pairs = zip(columns, row, strict=True)
         table.add_row(*(_escape(cell) for name, cell in pairs if name in widths))
-    console.print(table)
-    if left_out:
-        note(f"not shown here, but in a wider window and with --json: {', '.join(left_out)}")
+    return table, left_out
 
 
 Column = str | Callable[[Any], object]  # a field of a document, or what a cell says of it

@@ -1,14 +1,28 @@
 """`cachesvc top`: a live view of the running server."""
 
+import os
+import select
 import sys
+import termios
+import tty
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Annotated
 
 import typer
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
 
 from cachesvc.cli.live_server import running_server
 from cachesvc.cli.options import DataDir
-from cachesvc.cli.render import fail
+from cachesvc.cli.render import fail, fitting_table
+from cachesvc.server.server_file import LiveError
+from cachesvc.top import model
+from cachesvc.top.source import LiveSource, Reading
+
+KEYS = "q leave  p hold the screen still, and go on"
 
 
 def top(
@@ -17,17 +31,102 @@ def top(
         float, typer.Option("--interval", "-i", min=0.2, help="Seconds between updates")
     ] = 1.0,
 ) -> None:
-    """Watch the running server: queues, tiers, hit rates, latencies, tenants. Press ? for help.
+    """Watch the running server: queues, tiers, hit rates, latencies, tenants. q leaves, p holds.
+
+    hit is the share of prompt tokens that the cache served. hits/s, in/s and out/s are blocks that
+    a tier served, got and lost. idle p50 is how long lost blocks lay unused: shorter than your
+    users' pauses means that the tier is too small. The bars are the last two minutes.
 
     Needs a terminal; for scripts use `/admin/api/stats` or `/metrics`.
     """
     server = running_server(data_dir)
-    if not sys.stdout.isatty() or Console().is_dumb_terminal:
+    if not (sys.stdin.isatty() and sys.stdout.isatty()) or Console().is_dumb_terminal:
         fail(
             "top needs a terminal that can draw; a script asks the server for /admin/api/stats "
             "or /metrics"
         )
-    from cachesvc.top.app import TopApp
-    from cachesvc.top.source import LiveSource
+    watch(LiveSource(server), interval)
 
-    TopApp(LiveSource(server), interval_s=interval).run()
+
+def watch(source: LiveSource, interval_s: float) -> None:
+    """Draws the server again and again until `q` is pressed. Needs a terminal."""
+    console, screen = Console(highlight=False), Screen(source)
+    with _keys() as pressed, Live(console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            screen.read()
+            live.update(screen.drawn(console), refresh=True)
+            if not screen.press(pressed(interval_s)):
+                return
+
+
+class Screen:
+    """What is known of the server, and how it looks."""
+
+    def __init__(self, source: LiveSource) -> None:
+        self._source = source
+        self._before: Reading | None = None
+        self._reading: Reading | None = None
+        self._trouble = ""
+        self._paused = False
+
+    def read(self) -> None:
+        """Reads the server, unless the screen is held still. Keeps what it knew on an error."""
+        if self._paused:
+            return
+        try:
+            found = self._source.read()
+        except LiveError as error:
+            self._trouble = f"{error}; trying again"
+            return
+        self._before, self._reading, self._trouble = self._reading, found, ""
+
+    def press(self, key: str) -> bool:
+        """Does what a key asks. Returns whether to go on."""
+        self._paused ^= key in ("p", " ")
+        return key != "q"
+
+    def drawn(self, console: Console) -> Group:
+        """The screen at the console's size. Tenants that do not fit are left off at the end."""
+        width, height = console.size
+        reading, tenants = self._reading, []
+        alarms = [self._trouble] if self._trouble else []
+        lines: list[Text | Table] = []
+        if reading is not None:
+            mark = "  [paused]" if self._paused else ""
+            lines.append(Text(model.headline(reading) + mark, "bold white on blue"))
+            alarms += model.alarms(reading)
+            lines += map(Text, model.summary(reading, width))
+            lines += (Text(each, "green") for each in model.spark_lines(reading, width))
+            tiers = model.tier_rows(reading, self._before)
+            lines.append(_table(model.TIER_COLUMNS, tiers, width))
+            tenants = model.tenant_rows(reading, self._before)
+        lines[1:1] = (Text(each, "white on red") for each in alarms)
+        above = sum(len(console.render_lines(each)) for each in lines)
+        shown = tenants[: max(0, height - above - 2)]  # below the headings, above the keys
+        lines.append(_table(model.TENANT_COLUMNS, shown, width))
+        more = len(tenants) - len(shown)
+        lines.append(Text(KEYS + (f"  {more} more tenants" if more else ""), "dim"))
+        return Group(*lines)
+
+
+def _table(columns: tuple[str, ...], rows: list[list[str]], width: int) -> Table:
+    right = [name for name in columns if name not in model.WORDS]
+    return fitting_table(columns, rows, width, right=right, spare=model.SPARE)[0]
+
+
+@contextmanager
+def _keys() -> Iterator[Callable[[float], str]]:
+    """Yields the function that waits some seconds for a key; "" if none was pressed. A terminal
+    that has gone gives `q`."""
+    terminal = sys.stdin.fileno()
+    before = termios.tcgetattr(terminal)
+
+    def pressed(within_s: float) -> str:
+        ready, _, _ = select.select([terminal], [], [], within_s)
+        return (os.read(terminal, 1).decode(errors="replace") or "q") if ready else ""
+
+    tty.setcbreak(terminal)
+    try:
+        yield pressed
+    finally:
+        termios.tcsetattr(terminal, termios.TCSADRAIN, before)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
-from typing import Any, NamedTuple
+from typing import Any
 
 from api.format import percent, seconds, size
 from cachesvc.observability.latency import percentile
@@ -12,35 +12,14 @@ from tiers.tier import TierName
 BARS = " ▁▂▃▄▅▆▇█"
 
 
-class Column(NamedTuple):
-    """One column of a table. Numbers are right."""
-
-    name: str
-    right: bool = True
-
-
-TIER_COLUMNS = (
-    Column("tier", right=False),
-    *map(Column, ("blocks", "used", "of", "fill", "hits/s", "in/s", "out/s", "idle p50")),
-)
+TIER_COLUMNS = ("tier", "blocks", "used", "of", "fill", "hits/s", "in/s", "out/s", "idle p50")
 TENANT_COLUMNS = (
-    Column("tenant", right=False),
-    *map(Column, ("req/s", "requests", "prompt", "hit", "output", "cost", "saved", "balance")),
-    Column("currency", right=False),
+    *("tenant", "req/s", "requests", "prompt", "hit", "output", "cost", "saved", "balance"),
+    "currency",
 )
+WORDS = ("tier", "tenant", "currency")  # columns of no numbers
 NAME_WIDTH = 20
-PADDING = 2  # of a cell
 SPARE = ("currency", "output", "saved", "prompt", "req/s", "idle p50", "out/s", "in/s", "blocks")
-
-
-def fitting(names: Sequence[str], widths: Sequence[int], width: int) -> list[int]:
-    """The columns that are shown in `width` characters, without spare ones that do not fit."""
-    kept = list(range(len(names)))
-    for name in SPARE:
-        if sum(widths[number] + PADDING for number in kept) <= width:
-            break
-        kept = [number for number in kept if names[number] != name]
-    return kept
 
 
 def headline(reading: Reading) -> str:

@@ -1,23 +1,24 @@
-"""`cachesvc top`: what the screen says of readings, and what its keys do, driven as a person would.
+"""`cachesvc top`: what the screen says of readings, and what its keys do.
 
 The picture in the README is this screen: the test below draws it and compares.
 """
 
-import contextlib
+import io
 import re
-import threading
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from textual.widgets import DataTable, Static
+from rich.console import Console
 from typer.testing import CliRunner
 
 from cachesvc.cli import app as cli
+from cachesvc.cli.top import Screen, watch  # noqa: F401  below, in a program of its own
 from cachesvc.server.server_file import LiveError
 from cachesvc.top import model
-from cachesvc.top.app import HelpScreen, TopApp
 from cachesvc.top.source import SPARKS, Reading
+from tests.terminal import on_a_terminal
 
 NAMES = ("ttft", "inter_token", "request")
 PICTURE = Path(__file__).parents[2] / "docs" / "images" / "top.svg"
@@ -112,72 +113,60 @@ class Readings:
         return self.make(self.turn)
 
 
-async def read(pilot, times=1):
-    """Let the app read the server again, without waiting for its clock."""
-    app = pilot.app
-    assert isinstance(app, TopApp)
+def shown(source=None, *, times=1):
+    """A screen after so many readings."""
+    screen = Screen(source or Readings())
     for _ in range(times):
-        await app.workers.wait_for_complete()
-        app._read()
-        await app.workers.wait_for_complete()
-        await pilot.pause()
+        screen.read()
+    return screen
 
 
-def text(app, place):
-    return str(app.query_one(place, Static).content)
+def drawn(screen, *, size=(80, 24)):
+    """Its lines on a terminal of this size, and the console that has drawn them."""
+    out = io.StringIO()
+    console = Console(
+        file=out, width=size[0], height=size[1], force_terminal=True, record=True, highlight=False
+    )
+    console.print(screen.drawn(console))
+    return [line.rstrip() for line in console.export_text(clear=False).splitlines()], console
 
 
-def column(app, place, number):
-    table = app.query_one(place, DataTable)
-    return [str(table.get_row_at(row)[number]) for row in range(table.row_count)]
+def row(lines, name):
+    """The cells of the table's row that begins with `name`."""
+    (found,) = (line for line in lines if line.startswith(f"{name} "))
+    return re.split(r"\s{2,}", found)
 
 
-def quiet(source):
-    """An app that reads only when it is told to."""
-    return TopApp(source, interval_s=3600)
-
-
-@contextlib.asynccontextmanager
-async def shown(source=None, *, times=1, size=(80, 24)):
-    """The app on a terminal of this size, after so many readings."""
-    app = quiet(source or Readings())
-    async with app.run_test(size=size) as pilot:
-        await read(pilot, times)
-        yield app, pilot
-
-
-@pytest.fixture
-def anyio_backend():
-    return "asyncio"
-
-
-async def test_the_screen_tells_queues_tiers_tenants_and_rates():
-    async with shown(times=2) as (app, _pilot):
-        assert "cachesvc 0.1.0  smollm2-135m" in text(app, "#headline")
-        assert "running 3  waiting 1  loading 1" in text(app, "#summary")
-        assert "refused 3" in text(app, "#summary")
-        assert "ttft 61/110/177" in text(app, "#summary")
-        assert ["device", "host", "disk"] == column(app, "#tiers", 0)
-        assert ["120", "31", "8"] == column(app, "#tiers", 5)
-        assert "-" == column(app, "#tiers", 8)[2], "nothing has left the disk"
-        assert ["acme", "globex", "initech"] == column(app, "#tenants", 0)
-        assert ["7.0", "1.0", "0.0"] == column(app, "#tenants", 1)
-        assert 4 == len(text(app, "#sparks").splitlines())
-        table = app.query_one("#tenants", DataTable)
-        widths = [each.get_render_width(table) for each in table.ordered_columns]
-        assert sum(widths[:-1]) <= 80, "every column but the last is seen"
-        assert all(len(line) <= 78 for line in text(app, "#summary").splitlines())
+def test_the_screen_tells_queues_tiers_tenants_and_rates():
+    lines, _ = drawn(shown(times=2))
+    text = "\n".join(lines)
+    assert lines[0].startswith("cachesvc 0.1.0  smollm2-135m")
+    assert "running 3  waiting 1  loading 1" in text
+    assert "refused 3" in text
+    assert "ttft 61/110/177" in text
+    assert ["120", "50", "0"] == row(lines, "device")[5:8]
+    assert ["31", "0", "3"] == row(lines, "host")[5:8]
+    assert ["8", "0", "0", "-"] == row(lines, "disk")[5:], "nothing has left the disk"
+    tenants = [row(lines, name)[:3] for name in ("acme", "globex", "initech")]
+    assert [["acme", "7.0", "4014"], ["globex", "1.0", "902"], ["initech", "0.0", "120"]] == tenants
+    assert 4 == sum("▆" in line for line in lines)
+    assert "hold the screen still" in lines[-1]
 
 
 @pytest.mark.parametrize("size", [(80, 24), (40, 12), (200, 60), (20, 6)])
-async def test_no_size_of_terminal_breaks_it(size):
-    async with shown(times=2, size=size) as (app, pilot):
-        await pilot.press("question_mark")
-        assert isinstance(app.screen, HelpScreen)
-        await pilot.press("x")
-        assert not isinstance(app.screen, HelpScreen)
-        for line in text(app, "#sparks").splitlines():
-            assert len(line) <= max(32, size[0] - 2)
+def test_no_size_of_terminal_breaks_it(size):
+    lines, _ = drawn(shown(times=2), size=size)
+    assert max(map(len, lines)) <= size[0]
+
+
+def test_tenants_below_the_last_line_are_counted():
+    def many(turn):
+        return replace(reading(turn), usage=[used(f"t{n:02}", 900 - n, 0.5) for n in range(40)])
+
+    lines, _ = drawn(shown(Readings(many)))
+    assert 24 == len(lines)
+    assert "32 more tenants" in lines[-1]
+    assert lines[-2].startswith("t10 ")
 
 
 def test_at_80_columns_every_percentile_is_seen():
@@ -202,67 +191,44 @@ def test_engines_at_urls_are_shown_and_an_alarm_tells_that_none_answers():
     assert not any("no engine" in problem for problem in model.alarms(reading()))
 
 
-async def test_paused_it_shows_what_it_showed():
+def test_paused_it_shows_what_it_showed():
     source = Readings()
-    async with shown(source) as (app, pilot):
-        await pilot.press("p")
-        turn = source.turn
-        await read(pilot)
-        assert turn == source.turn
-        assert "[paused]" in text(app, "#headline")
-        await pilot.press("p")
-        await read(pilot)
-        assert turn + 1 == source.turn
-        assert "[paused]" not in text(app, "#headline")
+    screen = shown(source)
+    assert screen.press("p")
+    screen.read()
+    assert 1 == source.turn
+    assert "[paused]" in drawn(screen)[0][0]
+    assert screen.press(" ")
+    screen.read()
+    assert 2 == source.turn
+    assert "[paused]" not in drawn(screen)[0][0]
 
 
-async def test_a_server_that_does_not_answer_is_told_and_asked_again():
+def test_a_server_that_does_not_answer_is_told_and_asked_again():
     source = Readings()
-    async with shown(source) as (app, pilot):
-        source.down = True
-        await read(pilot)
-        assert "does not answer: refused; trying again" in text(app, "#alarm")
-        assert app.query_one("#alarm").display
-        assert "running 3" in text(app, "#summary"), "what was last known stays"
-        source.down = False
-        await read(pilot)
-        assert not app.query_one("#alarm").display
+    screen = shown(source)
+    source.down = True
+    screen.read()
+    lines, _ = drawn(screen)
+    assert lines[1].endswith("does not answer: refused; trying again")
+    assert "running 3" in lines[2], "what was last known stays"
+    source.down = False
+    screen.read()
+    assert "trying again" not in "".join(drawn(screen)[0])
 
 
-async def test_what_must_be_known_at_once_is_on_top():
+def test_what_must_be_known_at_once_is_on_top():
     def broken(turn):
         seen = reading(turn, failed="CUDA error")
         stats = {**seen.stats, "violations": {"ledger": 1}}
         return replace(seen, stats=stats | {"money": {"num_holds": 0, "drift_units": 5}})
 
-    async with shown(Readings(broken)) as (app, _pilot):
-        told = text(app, "#alarm")
-        assert "the engine has failed: CUDA error" in told
-        assert "ledger-drift.md" in told and "the invariant ledger is broken" in told
+    lines, _ = drawn(shown(Readings(broken)))
+    assert "the engine has failed: CUDA error" == lines[1]
+    assert "ledger-drift.md" in lines[2] and "the invariant ledger is broken" in lines[3]
 
 
-async def test_a_slow_server_is_asked_once_at_a_time():
-    released = threading.Event()
-
-    class Slow(Readings):
-        def read(self):
-            found = super().read()
-            assert released.wait(10)
-            return found
-
-    source = Slow()
-    app = quiet(source)
-    async with app.run_test(size=(80, 24)) as pilot:
-        for _ in range(5):
-            app._read()
-            await pilot.pause()
-        assert 1 == source.turn
-        released.set()
-        await read(pilot)
-        assert 2 == source.turn
-
-
-async def test_a_narrow_screen_cuts_no_figure():
+def test_a_narrow_screen_cuts_no_figure():
     """A long name pushed all figures out of 60 columns."""
     long = "customer-with-a-rather-long-name-of-its-own-"
 
@@ -270,24 +236,35 @@ async def test_a_narrow_screen_cuts_no_figure():
         usage = [used(long + each, 900, 0.5) for each in "ab"]
         return replace(reading(turn), usage=usage, tenants=[])
 
-    async with shown(Readings(named), times=2, size=(60, 30)) as (app, _):
-        tenants, tiers = (app.query_one(place, DataTable) for place in ("#tenants", "#tiers"))
-        for table in (tenants, tiers):
-            assert table.virtual_size.width <= 60
-        names = ["tenant", "requests", "hit", "cost", "balance"]
-        assert names == [str(each.label) for each in tenants.ordered_columns]
-        assert ["customer-…-its-own-a", "customer-…-its-own-b"] == column(app, "#tenants", 0)
+    lines, _ = drawn(shown(Readings(named), times=2), size=(60, 30))
+    assert max(map(len, lines)) <= 60
+    assert ["tenant", "requests", "hit", "cost", "balance"] == row(lines, "tenant")
+    assert 5 == len(row(lines, "customer-…-its-own-a")) == len(row(lines, "customer-…-its-own-b"))
 
 
-async def test_the_picture_in_the_readme_is_this_screen(tmp_path):
-    async with shown(times=2, size=(80, 20)) as (app, _pilot):
-        drawn = picture(app.export_screenshot())
+def test_keys_reach_it_and_it_leaves_the_terminal_as_it_was():
+    program = "from tests.unit.test_top import *; watch(Readings(), 3600); print(input('left'))"
+    with on_a_terminal([sys.executable, "-c", program], Path(__file__).parents[2]) as terminal:
+        terminal.read_until("acme")
+        terminal.type("p")
+        terminal.read_until("[paused]")
+        terminal.type("q")
+        terminal.read_until("left")
+        terminal.type("a line\n")
+        terminal.read_to_end()
+        assert 0 == terminal.process.wait()
+    assert 2 == terminal.written.count("a line"), "echoed again, and read as a whole"
+
+
+def test_the_picture_in_the_readme_is_this_screen():
+    _, console = drawn(shown(times=2), size=(80, 20))
+    drawn_now = picture(console.export_svg(title="cachesvc top"))
     found = PICTURE.read_text() if PICTURE.exists() else ""
-    if drawn != found:
+    if drawn_now != found:
         fresh = Path("artifacts") / "top.svg"
         fresh.parent.mkdir(exist_ok=True)
-        fresh.write_text(drawn)
-    assert drawn == found, f"look at {fresh}, and copy it to {PICTURE} if it is right"
+        fresh.write_text(drawn_now)
+    assert drawn_now == found, f"look at {fresh}, and copy it to {PICTURE} if it is right"
 
 
 def picture(svg):
