@@ -145,9 +145,9 @@ def threads() -> Iterator[Callable[[int], None]]:
 @pytest.fixture(scope="session")
 def operators(tmp_path_factory: pytest.TempPathFactory) -> "Operators":
     """The compiled operators, loaded into this process."""
-    from engine.operators.library import Operators
+    from engine.operators.library import BUILT, Operators
 
-    compiled = Operators(tmp_path_factory.mktemp("operators"))
+    compiled = Operators(tmp_path_factory.mktemp("operators"), BUILT)
     if compiled.missing is not None and not os.environ.get("CI"):
         pytest.skip(compiled.missing)
     assert compiled.load(patience_s=None)

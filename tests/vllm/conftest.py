@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 import pytest
 
 from engine.models.files import DEFAULT_MODEL, find
-from engine.operators.library import Operators
+from engine.operators.library import BUILT, Operators
 from tests.vllm.processes import PYTHON, Engine, Forks, RunningNode
 
 Started = Callable[..., AbstractContextManager[Engine]]
@@ -37,7 +37,7 @@ def started(tmp_path_factory):
         pytest.fail("there is no .venv-vllm; run make test-vllm")
     forks = Forks()
     # The first node would compile beside two engines, and be late with an answer.
-    Operators(tmp_path_factory.mktemp("operators")).load(patience_s=None)
+    Operators(tmp_path_factory.mktemp("operators"), BUILT).load(patience_s=None)
 
     @contextmanager
     def start(model, node, folder, **options):
