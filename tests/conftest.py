@@ -133,6 +133,11 @@ def _no_threads_left() -> Iterator[None]:
 
 
 @pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture
 def threads() -> Iterator[Callable[[int], None]]:
     """Sets how many threads torch computes with, until the test ends."""
     import torch

@@ -6,6 +6,10 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
+import httpx
+
+from tests.patience import PATIENCE_S
+
 MODEL = "tiny"
 DETAILS = {"X-Cachesvc": "details"}
 TOPICS = [f"Notes on topic {number}, kept by the archive. " * 4 for number in range(6)]
@@ -62,3 +66,20 @@ def read(text):
 def _answer(document):
     cost = Decimal(document["cachesvc"]["cost"]["amount"])
     return Answer(document["id"].partition("-")[2], cost, document["usage"])
+
+
+def completed(url, model, prompt, headers=None, **more):
+    """The greedy completion of a prompt of text, as JSON."""
+    return completion(url, model, prompt, headers, **more).json()
+
+
+def completion(url, model, prompt, headers=None, **more):
+    body = {"model": model, "prompt": prompt, "max_tokens": 12, "temperature": 0, **more}
+    answer = httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=PATIENCE_S)
+    assert 200 == answer.status_code, answer.text
+    return answer
+
+
+def hits_of(answer):
+    """Tokens of the prompt that hit, by tier."""
+    return answer["usage"]["prompt_tokens_details"]["cached_tokens_details"]

@@ -18,11 +18,6 @@ from tests.support.upstream import UpstreamServer
 from tests.support.wire import fake_house
 
 
-@pytest.fixture
-def anyio_backend():
-    return "asyncio"
-
-
 @contextlib.asynccontextmanager
 async def running(house, admin=None):
     """The app started, and a client; ends with the checks that hold after every test."""

@@ -11,9 +11,9 @@ import pytest
 from api.app import create_app
 from tests.api.real_service import real_service
 from tests.clients.matrix import PROGRAMS
-from tests.e2e.conftest import listening
 from tests.e2e.test_relay_clients import charged
 from tests.patience import PATIENCE_S
+from tests.running_server import listening
 from tests.support.litellm import litellm
 from tests.support.upstream import BODIES, CHAT, COMPLETIONS, PATHS
 from tests.support.wire import Script, fake_house

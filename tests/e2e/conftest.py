@@ -1,20 +1,14 @@
 """One server for all tests of the dashboard, a browser for each module, a visit for each test."""
 
-import asyncio
 import contextlib
-import socket
-import threading
-import time
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import pytest
-import uvicorn
 
 from api.app import create_app
 from tests.dashboard_server import Visitor, chromium, serving
 from tests.live_server import serve
-from tests.patience import PATIENCE_S
+from tests.running_server import listening
 from tests.support.wire import FakeHouse, fake_house
 
 
@@ -32,26 +26,6 @@ def served(tmp_path_factory):
 class Server:
     house: FakeHouse
     url: str
-
-
-@contextmanager
-def listening(app):
-    """uvicorn as `cachesvc serve` runs it, in a thread of its own. Gives the URL."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(app, log_config=None, lifespan="on", http="httptools")
-    http = uvicorn.Server(config)
-    thread = threading.Thread(target=lambda: asyncio.run(http.serve(sockets=[listener])))
-    thread.start()
-    give_up = time.monotonic() + PATIENCE_S
-    while not http.started and time.monotonic() < give_up:
-        time.sleep(0.005)
-    try:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-    finally:
-        http.should_exit = True
-        thread.join(10)
-        listener.close()
-    assert not thread.is_alive()
 
 
 @pytest.fixture

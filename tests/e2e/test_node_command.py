@@ -4,8 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
-import time
 import urllib.request
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -16,8 +14,9 @@ import zmq
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.operators.library import find_compiler
-from tests.e2e.test_start import free_port
-from tests.patience import PATIENCE_S
+from tests.e2e.test_watched_server import replayed
+from tests.live_server import SCRIPT
+from tests.patience import PATIENCE_S, free_port, until
 from tests.unit.test_node_socket import ROOT, joined, prompt, write
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
@@ -42,14 +41,9 @@ class Running:
 
 @contextmanager
 def node(folder, *more, path=os.environ["PATH"]):
-    command = Path(sys.executable).with_name("cachesvc")
     told = ["--socket", folder / "node.sock", "--host-cache", "1MiB", *more]
-    process = subprocess.Popen(
-        [command, "node", *told],
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PATH": path},
-    )
+    env = {**os.environ, "PATH": path}
+    process = subprocess.Popen([SCRIPT, "node", *told], stderr=subprocess.PIPE, text=True, env=env)
     try:
         yield Running(process)
     finally:
@@ -67,17 +61,6 @@ def scraped(address):
             for family in families
             for sample in family.samples
         }
-
-
-def replayed(endpoint):
-    """What was stored since the start, as a router that joins late asks for it."""
-    with closing(zmq.Context.instance().socket(zmq.DEALER)) as asked:
-        asked.connect(endpoint)
-        asked.send_multipart((b"", bytes(8)))
-        batches = []
-        while payload := asked.recv_multipart()[-1]:
-            batches += msgspec.msgpack.decode(payload)[1]
-    return [each for each in batches if each["type"] == "BlockStored"]
 
 
 def test_a_node_is_scraped_and_heard_and_keeps_quotas(tmp_path):
@@ -99,7 +82,8 @@ def test_a_node_is_scraped_and_heard_and_keeps_quotas(tmp_path):
                 stored += [each for each in found if each["type"] == "BlockStored"]
         told = stored[0]
         assert ("CPU", 4, 12) == (told["medium"], told["block_size"], len(told["token_ids"]))
-        blocks = {each for one in replayed(replay) for each in one["block_hashes"]}
+        told_of = [one for one in replayed(replay) if one["type"] == "BlockStored"]
+        blocks = {each for one in told_of for each in one["block_hashes"]}
         assert 3 * number == len(blocks), "a router that joins now hears of all"
         values = scraped(metrics)
         assert 3 * number == values["cachesvc_cache_blocks", "host"]
@@ -120,10 +104,7 @@ def test_a_node_with_a_disk_expands_records_by_a_library_that_it_keeps(tmp_path)
     for _ in range(2):
         with node(tmp_path, *disk) as running:
             maps = Path(f"/proc/{running.process.pid}/maps")
-            give_up = time.monotonic() + PATIENCE_S
-            while "/models/operators-" not in maps.read_text():
-                assert time.monotonic() < give_up, "the node did not load it"
-                time.sleep(0.1)
+            until(lambda maps=maps: "/models/operators-" in maps.read_text())
         assert 1 == len(list(kept.iterdir()))
 
 
@@ -148,11 +129,8 @@ def test_a_node_without_the_library_says_why(tmp_path):
     ],
 )
 def test_what_cannot_be_is_said(tmp_path, told, says):
-    command = Path(sys.executable).with_name("cachesvc")
-    done = subprocess.run(
-        [command, "node", "--socket", tmp_path / "node.sock", *told],
-        capture_output=True, text=True, timeout=PATIENCE_S, check=False,
-    )  # fmt: skip
+    command = [SCRIPT, "node", "--socket", tmp_path / "node.sock", *told]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert 0 != done.returncode
     assert says in done.stderr and "Traceback" not in done.stderr
     assert not (tmp_path / "node.sock").exists()

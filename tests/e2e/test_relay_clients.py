@@ -22,8 +22,8 @@ from billing.gate.entries import Kind
 from billing.store import reports
 from billing.usage import Usage
 from tests.api.real_service import real_service
-from tests.e2e.conftest import listening
 from tests.patience import PATIENCE_S
+from tests.running_server import listening
 from tests.support.remote_engine import event
 from tests.support.stand_in import served as upstream_served
 from tests.support.upstream import CHAT, UpstreamServer

@@ -2,22 +2,20 @@
 
 import re
 import signal
-import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.patience import PATIENCE_S
+from tests.live_server import SCRIPT
+from tests.patience import PATIENCE_S, free_port
 from tests.support.models import save_tiny_model
 from tests.terminal import on_a_terminal
 
 pytestmark = pytest.mark.timeout(1800)
 
-SCRIPT = Path(sys.executable).with_name("cachesvc")
 BAR = "━"
 SIZES = ("--device-cache", "8MiB", "--host-cache", "8MiB", "--disk-cache", "16MiB")
 
@@ -47,13 +45,6 @@ def test_a_terminal_shows_phases_then_the_url_and_the_link_and_no_bar_after_them
         text = "\n".join(terminal.lines)
         assert "stopped; the tiers were flushed" in text
         assert BAR not in text
-
-
-def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port: int = taken.getsockname()[1]
-        return port
 
 
 def ask(port: int) -> int | str:

@@ -3,9 +3,9 @@
 import re
 from typing import Any
 
-import httpx
 import pytest
 
+from tests.live_clients import completed, hits_of
 from tests.live_server import ForkedServer
 from tests.support.models import LARGE_KV, save_tiny_model
 
@@ -30,18 +30,12 @@ class Sized(ForkedServer):
 
     def command(self) -> list[Any]:
         names = ("--device-cache", "--host-cache", "--disk-cache")
-        return [
-            *super().command(),
-            *(part for pair in zip(names, self.sizes, strict=True) for part in pair),
-        ]
+        sizes = [part for pair in zip(names, self.sizes, strict=True) for part in pair]
+        return [*super().command(), *sizes]
 
     def ask(self) -> dict[str, int]:
         """The tokens that each tier served."""
-        body = {"model": "wide", "prompt": PROMPT, "max_tokens": 2, "temperature": 0}
-        answer = httpx.post(f"{self.url}/v1/completions", json=body, timeout=60)
-        assert 200 == answer.status_code, answer.text
-        details: dict[str, int] = answer.json()["usage"]["prompt_tokens_details"]
-        return dict(details["cached_tokens_details"])  # type: ignore[call-overload]
+        return hits_of(completed(self.url, "wide", PROMPT, max_tokens=2))
 
 
 @pytest.fixture(scope="module")

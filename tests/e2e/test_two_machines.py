@@ -2,17 +2,16 @@
 
 import re
 import shutil
-import time
 from contextlib import ExitStack
 from pathlib import Path
 
-import httpx
 import pytest
 
 from billing.gate.entries import Kind
 from billing.store.opening import open_store
+from tests.live_clients import completion, hits_of
 from tests.live_server import ForkedServer
-from tests.patience import PATIENCE_S
+from tests.patience import until
 from tests.postgres_server import fresh_database
 from tests.redis_server import redis_server
 from tests.support.billing import booked
@@ -99,13 +98,6 @@ def servers(tmp_path, postgres):
 LIMITED = '{"acme": {"requests": 1000}}'
 
 
-def until(done):
-    give_up = time.monotonic() + PATIENCE_S
-    while not done():
-        assert time.monotonic() < give_up
-        time.sleep(0.05)
-
-
 def test_two_servers_share_blocks_a_ledger_and_limits(servers):
     one, two, key = servers
     num_asked = 0
@@ -113,16 +105,12 @@ def test_two_servers_share_blocks_a_ledger_and_limits(servers):
     def ask(machine, prompt=STORY, **more):
         nonlocal num_asked
         num_asked += 1
-        body = {"model": "demo", "prompt": prompt, "max_tokens": 12, "temperature": 0, **more}
-        url = f"{machine.url}/v1/completions"
-        answer = httpx.post(url, json=body, headers=dict(key), timeout=PATIENCE_S)
-        assert 200 == answer.status_code, answer.text
-        return answer
+        return completion(machine.url, "demo", prompt, key, **more)
 
     first = ask(one, cachesvc={"publish": True}).json()
     second = ask(two).json()
     assert first["choices"][0]["text"] == second["choices"][0]["text"]
-    tiers = second["usage"]["prompt_tokens_details"]["cached_tokens_details"]
+    tiers = hits_of(second)
     assert tiers["remote"] > 0
 
     # One count of requests: what one server takes, the other has not any more.

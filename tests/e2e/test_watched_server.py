@@ -4,32 +4,25 @@ its block events over ZeroMQ, and by a client of its event stream.
 
 import json
 import math
-import os
-import shutil
 import signal
-import socket
 import subprocess
 import time
-import urllib.error
-import urllib.parse
-import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, NamedTuple
+from contextlib import closing
 
+import httpx
 import msgspec
 import pytest
 import yaml
 import zmq
 
+from tests.live_clients import completion
 from tests.live_server import serve
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, free_port, installed, until, until_ready
 from tests.support.models import save_tiny_model
+from tests.unit.test_ops import BOARDS, OPS
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
-OPS = Path(__file__).parents[2] / "ops"
 WINDOW = "10s"  # in place of Grafana's $__rate_interval
 # What a healthy server with these requests and no quota does not have: these panels show nothing.
 EMPTY = {
@@ -40,45 +33,30 @@ ENDS = {"endpoint": "events", "replay_endpoint": "replay"}
 SIZES = ["--device-cache", "2MiB", "--host-cache", "2MiB", "--disk-cache", "8MiB"]
 
 
-class Panel(NamedTuple):
-    board: str
-    title: str
-    expr: str
-
-
 class Prometheus:
     """The HTTP API of a running one."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url):
         self.url = url
 
-    def get(self, path: str, **query: str) -> Any:
-        address = f"{self.url}/api/v1/{path}?{urllib.parse.urlencode(query)}"
-        try:
-            with urllib.request.urlopen(address, timeout=PATIENCE_S) as response:
-                return json.load(response)["data"]
-        except urllib.error.HTTPError as error:
-            raise AssertionError(f"{query or path}: {error.read().decode()}") from None
+    def get(self, path, **query):
+        answer = httpx.get(f"{self.url}/api/v1/{path}", params=query, timeout=PATIENCE_S)
+        assert 200 == answer.status_code, f"{query or path}: {answer.text}"
+        return answer.json()["data"]
 
-    def values(self, expr: str) -> list[float]:
-        """What the expression is now, over all series; raises what Prometheus says against it."""
+    def values(self, expr):
+        """What the expression is now, over all series."""
         found = self.get("query", query=expr)["result"]
         return [float(series["value"][1]) for series in found]
 
 
-def panels() -> list[Panel]:
-    found = []
-    for board in sorted((OPS / "k8s" / "components" / "monitoring" / "boards").glob("*.json")):
+def panels():
+    """Each title and expression, as Grafana sends it when every server is chosen."""
+    for board in BOARDS:
         for panel in json.loads(board.read_text())["panels"]:
-            found += [
-                Panel(board.stem, panel["title"], target["expr"]) for target in panel["targets"]
-            ]
-    return found
-
-
-def chosen(expr: str) -> str:
-    """The expression as Grafana sends it when every server is chosen."""
-    return expr.replace("$__rate_interval", WINDOW).replace("$instance", ".*")
+            for target in panel["targets"]:
+                expr = target["expr"].replace("$__rate_interval", WINDOW)
+                yield panel["title"], expr.replace("$instance", ".*")
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +67,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def server(folder):
     """A real server of a tiny model, whose tiers are so small that they evict."""
-    program()
+    installed("prometheus")
     save_tiny_model(folder / "model")
     ends = {name: f"ipc://{folder}/{end}" for name, end in ENDS.items()}
     arguments = ("--model", folder / "model", "--block-size", "16", *SIZES)
@@ -99,16 +77,6 @@ def server(folder):
         yield url
         process.send_signal(signal.SIGTERM)
         assert 0 == process.wait(PATIENCE_S), log.read_text()
-
-
-def program() -> str:
-    found = shutil.which("prometheus")
-    if found is None:
-        reason = "no prometheus in PATH; Debian's package of that name has it"
-        if os.environ.get("CI") == "true":
-            pytest.fail(reason)
-        pytest.skip(reason)
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -121,24 +89,15 @@ def prometheus(folder, server):
     job["static_configs"] = [{"targets": [server.removeprefix("http://")]}]
     path = folder / "prometheus.yml"
     path.write_text(yaml.safe_dump(config))
-    with running(path, folder) as url:
-        yield Prometheus(url)
-
-
-@contextmanager
-def running(config: Path, folder: Path) -> Iterator[str]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    options = [f"--web.listen-address=127.0.0.1:{port}", "--log.level=warn"]
-    options += [f"--config.file={config}", f"--storage.tsdb.path={folder / 'tsdb'}"]
-    log = folder / "prometheus.log"
+    url, log = f"http://127.0.0.1:{free_port()}", folder / "prometheus.log"
+    options = [f"--web.listen-address={url.removeprefix('http://')}", "--log.level=warn"]
+    options += [f"--config.file={path}", f"--storage.tsdb.path={folder / 'tsdb'}"]
     with log.open("w") as out:
-        process = subprocess.Popen([program(), *options], stdout=out, stderr=out)
+        process = subprocess.Popen([installed("prometheus"), *options], stdout=out, stderr=out)
     try:
-        wait(lambda: process.poll() is not None or answers(f"http://127.0.0.1:{port}/-/ready"))
-        assert process.poll() is None, log.read_text()
-        yield f"http://127.0.0.1:{port}"
+        ready = f"{url}/-/ready"
+        until_ready(lambda: httpx.get(ready).raise_for_status(), process, log, httpx.HTTPError)
+        yield Prometheus(url)
     finally:
         process.terminate()
         process.wait(20)
@@ -147,61 +106,31 @@ def running(config: Path, folder: Path) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def watched(server, prometheus):
     """After requests that hit, miss and evict, and some scrapes."""
-    wait(lambda: prometheus.values("up") == [1.0])
+    until(lambda: prometheus.values("up") == [1.0])
+    model = httpx.get(f"{server}/v1/models").json()["data"][0]["id"]
     for number in range(60):
-        person = number % 20
-        ask(server, f"{person} is the number of this prompt, which is long enough. " * 8)
-    wait(lambda: prometheus.values("sum(cachesvc_requests_total)") == [60.0])
+        text = f"{number % 20} is the number of this prompt, which is long enough. " * 8
+        completion(server, model, text, max_tokens=4)
+    until(lambda: prometheus.values("sum(cachesvc_requests_total)") == [60.0])
     time.sleep(2.5)  # a rate needs some scrapes, and the rules their turn
     return prometheus
 
 
-def answers(url: str) -> bool:
-    try:
-        urllib.request.urlopen(url, timeout=5).close()
-    except OSError:
-        return False
-    return True
-
-
-def wait(done: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not done():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-
-
-def ask(url: str, prompt: str) -> None:
-    body = {"model": "tiny", "prompt": prompt, "max_tokens": 4, "temperature": 0}
-    with urllib.request.urlopen(f"{url}/v1/models", timeout=PATIENCE_S) as response:
-        body["model"] = json.load(response)["data"][0]["id"]
-    request = urllib.request.Request(
-        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    urllib.request.urlopen(request, timeout=60).close()
-
-
-def replayed(folder: Path) -> list[dict[str, Any]]:
-    """Every event that the server has published, asked for as vLLM's subscribers do."""
-    context = zmq.Context()
-    asking = context.socket(zmq.DEALER)
-    try:
-        asking.connect(f"ipc://{folder}/replay")
-        asking.send_multipart((b"", (0).to_bytes(8, "big")))
+def replayed(endpoint):
+    """Every event that a publisher has told, asked for as vLLM's subscribers do."""
+    with closing(zmq.Context.instance().socket(zmq.DEALER)) as asking:
+        asking.connect(endpoint)
+        asking.send_multipart((b"", bytes(8)))
         events = []
-        while asking.poll(10_000):
-            *_, payload = asking.recv_multipart()
-            if not payload:
-                return events
+        while asking.poll(10_000) and (payload := asking.recv_multipart()[-1]):
             events += msgspec.msgpack.decode(payload)[1]
-        raise AssertionError("the replay does not end")
-    finally:
-        context.destroy(linger=0)
+        assert not payload, "the replay does not end"
+        return events
 
 
 def test_a_router_knows_how_many_blocks_each_tier_holds(watched, folder):
-    held: dict[str, set[int]] = {"GPU": set(), "CPU": set(), "DISK": set()}
-    for event in replayed(folder):
+    held = {"GPU": set(), "CPU": set(), "DISK": set()}
+    for event in replayed(f"ipc://{folder}/replay"):
         if event["type"] == "BlockStored":
             held[event["medium"]] |= set(event["block_hashes"])
         elif event["type"] == "BlockRemoved":
@@ -221,12 +150,12 @@ def test_the_server_is_scraped_whole(watched):
 
 def test_every_panel_is_answered(watched):
     """Each expression is one that Prometheus takes, and has something to draw."""
-    empty = {panel.title for panel in panels() if not watched.values(chosen(panel.expr))}
+    empty = {title for title, expr in panels() if not watched.values(expr)}
     assert EMPTY >= empty
 
 
 def test_the_boards_tell_what_happened(watched):
-    def one(expr: str) -> float:
+    def one(expr):
         (value,) = watched.values(expr)
         return value
 
@@ -254,11 +183,6 @@ def test_every_rule_is_evaluated_and_no_alert_fires(watched):
 
 
 def test_the_shipped_scrape_configuration_is_correct():
-    program()
-    checked = subprocess.run(
-        ["promtool", "check", "config", OPS / "prometheus" / "prometheus.yml"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    command = [installed("promtool"), "check", "config", OPS / "prometheus" / "prometheus.yml"]
+    checked = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert checked.returncode == 0, checked.stderr

@@ -11,7 +11,6 @@ from functools import partial
 import pytest
 import structlog
 from rich.console import Console
-from typer.testing import CliRunner
 
 from api.admin.router import admin_router
 from api.admin.routes.operation_table import PREFIX, TABLE, operation_of
@@ -23,11 +22,12 @@ from billing.proof.prover import Prover
 from billing.reports.receipts import ReceiptSigner
 from billing.store.opening import database_url, open_store
 from billing.usage import Usage
-from cachesvc.cli import app, render
+from cachesvc.cli import render
 from cachesvc.cli.money import invocation
-from tests.running_server import Running
+from tests.running_server import announcing
 from tests.support.admin import fake_parts
 from tests.support.billing import ManualClock, running_ledger
+from tests.support.commands import call
 from tests.support.wire import fake_house
 
 CARD = '[card]\nname="c"\nversion="9"\nvalid_from=2020-01-01T00:00:00Z\ncurrency="CNY"\n'
@@ -43,13 +43,16 @@ class Shell:
     def __init__(self, data_dir):
         self.data_dir = data_dir
 
-    def __call__(self, *args, code=0):
-        result = CliRunner().invoke(app, [*args, "--data-dir", str(self.data_dir)])
-        assert result.exit_code == code, result.output + repr(result.exception)
-        return result.output
+    def __call__(self, *args, code=0, **options):
+        ended = call(*args, "--data-dir", self.data_dir, **options)
+        assert ended.exit_code == code, ended.output + repr(ended.exception)
+        return ended.output
 
     def json(self, *args):
         return json.loads(self(*args, "--json"))
+
+    def says(self, *args, code):
+        return " ".join(self(*args, code=code).split())
 
 
 @pytest.fixture
@@ -72,7 +75,7 @@ def shell(request, closed):
     ledger.start()
     signer = ReceiptSigner.open(closed.data_dir)
     books = OpenBooks(store, accounts, ledger, Prover(store), signer)
-    with Running(closed.data_dir, fake_parts(books=books), fake_house()):
+    with announcing(closed.data_dir, fake_parts(books=books), fake_house()):
         yield closed
     ledger.close()
     store.close()
@@ -109,6 +112,8 @@ def test_a_tenant_is_made_funded_used_and_proved(shell):
 
 def test_the_ledger_of_the_environment_is_opened_as_a_server_does(closed, tmp_path, monkeypatch):
     """Beside a stopped server on PostgreSQL, a command made and proved an empty SQLite ledger."""
+    assert "there is no ledger" in closed("usage", code=1)
+    assert not closed.data_dir.exists()
     url = f"sqlite:///{tmp_path / 'elsewhere.sqlite3'}"
     monkeypatch.setenv("CACHESVC_BILLING__DATABASE_URL", url)
     closed("tenants", "create", "acme")
@@ -143,12 +148,8 @@ def test_an_statement_a_receipt_and_an_export_are_printed(shell, tmp_path):
 
 def test_a_card_is_exported_as_litellms_price_map(tmp_path):
     """LiteLLM itself adds these up as we do: `tests/clients/test_prices.py`."""
-    runner, card = CliRunner(), tmp_path / "usd.toml"
+    card, export = tmp_path / "usd.toml", partial(call, "prices", "export")
     card.write_text(USD_CARD)
-
-    def export(*arguments):
-        return runner.invoke(app, ["prices", "export", *arguments])
-
     assert {
         "qwen3-8b": {
             "litellm_provider": "openai",
@@ -158,8 +159,8 @@ def test_a_card_is_exported_as_litellms_price_map(tmp_path):
             "cache_read_input_token_cost": 2.5e-7,
             "cache_creation_input_token_cost": 1.25e-6,
         }
-    } == json.loads(export(str(card), "--model", "qwen3-8b").stdout)
-    assert "no price for model 'gpt'" in export(str(card), "--model", "gpt").stderr
+    } == json.loads(export(card, "--model", "qwen3-8b").stdout)
+    assert "no price for model 'gpt'" in export(card, "--model", "gpt").stderr
     assert "LiteLLM counts in USD" in export("deepseek-launch", "--model", "m").stderr
 
 
@@ -171,9 +172,8 @@ def test_a_card_is_linted_planned_and_applied(shell, tmp_path):
     bad.write_text(CARD + MODEL + "storage=0\n")
     plan = shell.json("prices", "plan", str(good), "--days", "3660")
     assert plan["rows"][0]["planned"] == "0.000408"
-    runner = CliRunner()
-    assert runner.invoke(app, ["prices", "show", "--lint", str(good)]).exit_code == 0
-    assert runner.invoke(app, ["prices", "show", "--lint", str(bad)]).exit_code == 1
+    for file, code in ((good, 0), (bad, 1)):
+        assert call("prices", "show", "--lint", file).exit_code == code
     shell("prices", "apply", str(bad), code=1)
     assert "in force from 2020-01-01" in shell("prices", "apply", str(good))
     assert "nothing changed" in shell("prices", "apply", str(good))
@@ -184,47 +184,38 @@ def test_a_card_is_linted_planned_and_applied(shell, tmp_path):
     assert [card["version"] for card in shell.json("prices", "show")] == ["2024-08-02", "9"]
 
 
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (("tenants", "show", "nobody"), "tenants create nobody"),
-        (("tenants", "create", "acme"), "exists already"),
-        (("keys", "list", "--tenant", "nobody"), "does not exist"),
-        (("ledger", "show", "nobody", "--holds"), "does not exist"),
-        (("keys", "revoke", "key_none"), "no API key"),
-        (("ledger", "correct", "acme", "r9", "--reason", "x"), "never charged"),
-        (("ledger", "show", "acme", "r9"), "never charged"),
-        *(
-            (command.split(), "tenant 'nobody' does not exist")
-            for command in (
-                *("usage --tenant nobody", "usage --by session --tenant nobody"),
-                *("prices plan --tenant nobody", "prices plan two-tier --tenant nobody"),
-                *("usage receipt nobody r1", "ledger correct nobody r1 --reason x"),
-            )
-        ),
-    ],
-)
-def test_what_cannot_be_done_is_said_in_one_sentence(shell, args, message):
-    shell("tenants", "create", "acme")
-    assert message in " ".join(shell(*args, code=1).split())
+NOBODY = "tenant 'nobody' does not exist"
 
 
 @pytest.mark.parametrize(
-    ("args", "message"),
+    ("command", "code", "says"),
     [
-        (("balance", "topup", "acme", "1e3"), "not an amount"),
-        (("tenants", "create", "a b"), "not a name"),
-        (("keys", "create", "--tenant", "acme", "--scopes", "root"), "inference"),
-        (("keys", "create", "--tenant", "acme", "--expires-in", "soon"), "is not a duration"),
-        (("keys", "create", "--tenant", "acme", "--expires-in", "0d"), "for 1s to 36600d"),
-        (("keys", "create", "--tenant", "acme", "--expires-in", "\u0663d"), "is not a duration"),
-        (("tenants", "create", "bolt", "--postpaid=-5"), "below zero"),
-        (("usage", "--statement", "May", "--tenant", "acme"), "2026-11"),
+        ("tenants show nobody", 1, "tenants create nobody"),
+        ("tenants create acme", 1, "exists already"),
+        ("keys list --tenant nobody", 1, "does not exist"),
+        ("ledger show nobody --holds", 1, "does not exist"),
+        ("keys revoke key_none", 1, "no API key"),
+        ("ledger correct acme r9 --reason x", 1, "never charged"),
+        ("ledger show acme r9", 1, "never charged"),
+        ("usage --tenant nobody", 1, NOBODY),
+        ("usage --by session --tenant nobody", 1, NOBODY),
+        ("prices plan --tenant nobody", 1, NOBODY),
+        ("prices plan two-tier --tenant nobody", 1, NOBODY),
+        ("usage receipt nobody r1", 1, NOBODY),
+        ("ledger correct nobody r1 --reason x", 1, NOBODY),
+        ("balance topup acme 1e3", 2, "not an amount"),
+        ("keys create --tenant acme --scopes root", 2, "inference"),
+        ("keys create --tenant acme --expires-in soon", 2, "is not a duration"),
+        ("keys create --tenant acme --expires-in 0d", 2, "for 1s to 36600d"),
+        ("keys create --tenant acme --expires-in \u0663d", 2, "is not a duration"),
+        ("tenants create bolt --postpaid=-5", 2, "below zero"),
+        ("usage --statement May --tenant acme", 2, "2026-11"),
     ],
 )
-def test_a_value_that_is_none_is_a_wrong_command_line(shell, args, message):
+def test_what_cannot_be_done_is_said_in_one_sentence(shell, command, code, says):
     shell("tenants", "create", "acme")
-    assert message in " ".join(shell(*args, code=2).split())
+    assert says in shell.says(*command.split(), code=code)
+    assert "not a name" in shell.says("tenants", "create", "a b", code=2)
 
 
 def test_everything_fits_80_columns_and_the_fields_of_json_stay(shell, monkeypatch):
@@ -262,25 +253,15 @@ def test_a_currency_needs_a_card_and_stays_once_something_is_booked(shell):
     said = shell("tenants", "create", "acme", "--currency", "USD", code=2)
     assert "no rate card in USD prices requests of 'acme'" in said and "or take CNY" in said
     assert "it is charged in CNY, as the newest rate card" in shell("tenants", "create", "acme")
+    assert "'acme' has no price in CNY for any model" in shell("prices", "apply", "two-tier")
     shell("prices", "apply", "deepseek-launch")
-    assert "no price" not in shell("prices", "apply", "two-tier")
+    assert "no price" not in shell("prices", "apply", "long-prompts")
     assert "USD" in shell("tenants", "set", "acme", "--currency", "USD")
     assert "is charged" not in shell("tenants", "create", "bolt", "--currency", "CNY")
     shell("balance", "topup", "acme", "5")
     said = shell("tenants", "set", "acme", "--currency", "CNY", code=1)
     assert "the ledger of 'acme' has entries in USD" in said
     shell("ledger", "verify")
-
-
-def test_a_card_names_the_tenants_that_it_leaves_without_a_price(shell, tmp_path):
-    shell("tenants", "create", "acme")
-    card = tmp_path / "dollars.toml"
-    card.write_text(
-        '[card]\nname = "d"\nversion = "1"\nvalid_from = 2020-01-01T00:00:00Z\ncurrency = "USD"\n'
-        '[[model]]\nmatch = "*"\nhit = "1"\nmiss = "2"\noutput = "3"\n'
-    )
-    said = shell("prices", "apply", str(card))
-    assert "tenant 'acme' has no price in CNY for any model" in said
 
 
 FIELDS = {
@@ -320,11 +301,6 @@ def test_limits_of_a_tenant_are_set_and_given_back(shell):
     assert ("tenant.rates", "acme") == (newest["action"], newest["subject"])
 
 
-def test_reading_where_nothing_is_says_so(closed):
-    assert "there is no ledger" in closed("usage", code=1)
-    assert not closed.data_dir.exists()
-
-
 def test_every_operation_has_the_route_that_commands_call():
     """Each argument is in the path, a query parameter of the GET, or a field of the POST's body."""
     document = create_app(fake_house().wire, routers=(admin_router(fake_parts()),)).openapi()
@@ -345,7 +321,7 @@ def test_a_database_that_is_named_is_opened_beside_the_server(closed, tmp_path):
     """No server is asked about a database that it may not serve."""
     url = f"sqlite:///{tmp_path / 'other.sqlite3'}"
     closed.data_dir.mkdir()
-    with Running(closed.data_dir, fake_parts(books=None), fake_house()):
+    with announcing(closed.data_dir, fake_parts(books=None), fake_house()):
         assert "The server failed" in closed("tenants", "show", code=1)
         closed("tenants", "create", "bolt", "--database-url", url)
         assert "does not exist" in closed("tenants", "show", "acme", "--database-url", url, code=1)
@@ -371,12 +347,9 @@ def person(shell, monkeypatch):
     """A person at a terminal, who answers; returns what the terminal shows."""
 
     def types(answers, *args, code=0):
-        command = [*args, "--data-dir", str(shell.data_dir)]
         with monkeypatch.context() as sitting:
             sitting.setattr(invocation, "must_ask", lambda yes: not yes)
-            result = CliRunner().invoke(app, command, input="".join(f"{a}\n" for a in answers))
-        assert result.exit_code == code, result.output + repr(result.exception)
-        return " ".join(result.output.split())
+            return " ".join(shell(*args, code=code, input="\n".join([*answers, ""])).split())
 
     return types
 

@@ -10,16 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import billing
+from billing import money
 from billing.errors import InvalidAmount, InvalidUsage
-from billing.money import (
-    UNITS,
-    format_units,
-    parse_amount,
-    parse_positive,
-    rate_per_million,
-    round_half_even,
-    units_per_token,
-)
+from billing.money import UNITS, format_units, parse_amount
 from billing.prices.book import STANDARD
 from billing.prices.cards import default_card, parse_card, shipped_cards
 from billing.prices.lint import lint
@@ -88,7 +81,7 @@ def test_an_amount_survives_its_text(units):
 def test_rounding_is_half_even(units, places):
     exact = Fraction(units, UNITS)
     expected = round(exact * 10**places)  # Fraction rounds half to even
-    assert round_half_even(units, places) * 10**places == expected * UNITS
+    assert money.round_half_even(units, places) * 10**places == expected * UNITS
     assert Decimal(format_units(units, places)) == Decimal(expected).scaleb(-places)
 
 
@@ -99,14 +92,14 @@ def test_what_is_no_amount_is_refused(text):
     with pytest.raises(InvalidAmount, match="12 decimal places"):
         parse_amount("0.0000000000001")
     with pytest.raises(InvalidAmount, match="above zero"):
-        parse_positive("0.00")
+        money.parse_positive("0.00")
 
 
 def test_a_rate_is_whole_units_a_token():
-    assert units_per_token(Decimal("0.028"), "hit") == 28_000
-    assert rate_per_million(28_000) == "0.028"
+    assert money.units_per_token(Decimal("0.028"), "hit") == 28_000
+    assert money.rate_per_million(28_000) == "0.028"
     with pytest.raises(InvalidAmount, match="six decimal places"):
-        units_per_token(Decimal("0.0000001"), "hit")
+        money.units_per_token(Decimal("0.0000001"), "hit")
 
 
 @pytest.mark.parametrize("name", CLASSES)
@@ -151,16 +144,12 @@ def test_a_charge_is_the_sum_of_its_lines_and_covered_by_its_hold(pinned, usage)
 def test_an_unreported_prompt_costs_what_the_card_says_and_saves_nothing(price, usage):
     """A miss is 1 a million there. What nobody reports, though it is refused, is a client's cut."""
     card = parse_card(unreported(price))
-    more, plain = (
-        rate(usage, card.pin("m", STANDARD)),
-        rate(usage, default_card().pin("m", STANDARD)),
-    )
+    more, plain = (rate(usage, each.pin("m", STANDARD)) for each in (card, default_card()))
     each = 0 if price == "refused" else int(Decimal(price) * 10**6) - 10**6
     assert more.amount - plain.amount == usage.unreported * each
     assert more.saved == plain.saved, "no cache is behind it"
-    assert (price in ("0.30", "0.00")) == (
-        "unreported-below-miss" in {each.rule for each in lint(card)}
-    )
+    rules = {each.rule for each in lint(card)}
+    assert (price in ("0.30", "0.00")) == ("unreported-below-miss" in rules)
     [shown] = {price_text(rates, "unreported") for rates in card.models[0].rates.values()}
     assert price == shown
 
@@ -179,7 +168,6 @@ def test_hits_below_the_minimum_cost_as_misses_and_stay_hits_in_the_usage():
     assert rate(enough, pinned).amount == 64 * pinned.rates.hit_host
     assert rate(small, pinned).lines[0].name == "hit_host"
     assert short_hits(small, pinned) == "63 hits, fewer than the card's 64: priced as misses"
-    assert (
-        short_hits(Usage(hit_disk=1), pinned) == "1 hit, fewer than the card's 64: priced as misses"
-    )
+    one = "1 hit, fewer than the card's 64: priced as misses"
+    assert short_hits(Usage(hit_disk=1), pinned) == one
     assert short_hits(enough, pinned) is short_hits(Usage(miss=9), pinned) is None

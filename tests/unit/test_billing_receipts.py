@@ -8,21 +8,15 @@ from pathlib import Path
 
 import orjson
 import pytest
-from typer.testing import CliRunner
 
 from billing.errors import BillingError
 from billing.money import parse_amount
 from billing.prices.cards import find_card, parse_card
 from billing.proof import rerate as plan
-from billing.reports.receipts import (
-    KEY_FILE,
-    ReceiptSigner,
-    published_keys,
-    receipt_for,
-    verify_receipt,
-)
+from billing.reports import receipts
+from billing.reports.receipts import KEY_FILE, ReceiptSigner, receipt_for, verify_receipt
 from billing.usage import Usage
-from cachesvc.cli import app
+from tests.support.commands import said
 
 USAGE = Usage(hit_device=100, hit_disk=900, miss=100, output=7)
 
@@ -64,13 +58,13 @@ def test_a_new_key_leaves_earlier_receipts_provable(house, tmp_path):
     receipt = receipt_for(store, book, old, "acme", "r1")
     (tmp_path / KEY_FILE).unlink()
     new = ReceiptSigner.open(tmp_path)
-    keys = published_keys(tmp_path)
+    keys = receipts.published_keys(tmp_path)
     assert [old.key_id, new.key_id] == list(keys)
     assert verify_receipt(receipt, bytes.fromhex(keys[receipt["key_id"]]))
     assert not verify_receipt(receipt, new.public_key)
     again = receipt_for(store, book, ReceiptSigner.open(tmp_path), "acme", "r1")
     assert new.key_id == again["key_id"]
-    assert 2 == len(published_keys(tmp_path))
+    assert 2 == len(receipts.published_keys(tmp_path))
 
 
 def test_a_customer_checks_a_receipt_as_the_docs_say(house, tmp_path):
@@ -88,24 +82,22 @@ def test_a_customer_checks_a_receipt_as_the_docs_say(house, tmp_path):
 
 
 def test_receipts_are_checked_from_the_command_line(house, tmp_path):
-    def told(*args: str, code: int = 0) -> str:
-        result = CliRunner().invoke(app, ["usage", *args, "--data-dir", str(tmp_path)])
-        assert code == result.exit_code, result.output
-        return " ".join(result.output.split())
+    def usage(*words, **how):
+        return said("usage", *words, "--data-dir", tmp_path, **how)
 
-    assert "no receipt was signed yet" in told("receipt", "--public-keys")
+    assert "no receipt was signed yet" in usage("receipt", "--public-keys")
     file = tmp_path / "r1.json"
-    file.write_text(told("receipt", "acme", "r1"))
-    (key,) = json.loads(told("receipt", "--public-keys", "--json"))
-    assert "genuine: entry 2 of tenant acme" in told("receipt", "--check", str(file))
-    told("receipt", "--check", str(file), "--public-key", key["public_key"])
+    file.write_text(usage("receipt", "acme", "r1"))
+    (key,) = json.loads(usage("receipt", "--public-keys", "--json"))
+    assert "genuine: entry 2 of tenant acme" in usage("receipt", "--check", str(file))
+    usage("receipt", "--check", str(file), "--public-key", key["public_key"])
     file.write_text(file.read_text().replace("0.000214", "0.000213"))
-    assert "NOT genuine" in told("receipt", "--check", str(file), code=1)
-    assert "hexadecimal" in told("receipt", "--check", str(file), "--public-key", "x", code=2)
+    assert "NOT genuine" in usage("receipt", "--check", str(file), code=1)
+    assert "hexadecimal" in usage("receipt", "--check", str(file), "--public-key", "x", code=2)
     file.write_text('{"key_id": "00"}')
-    assert "never signed here" in told("receipt", "--check", str(file), code=1)
+    assert "never signed here" in usage("receipt", "--check", str(file), code=1)
     file.write_text("no")
-    assert "is not a receipt" in told("receipt", "--check", str(file), code=1)
+    assert "is not a receipt" in usage("receipt", "--check", str(file), code=1)
 
 
 def test_a_plan_rates_real_usage_under_another_card(house):

@@ -10,32 +10,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
 
 import cachesvc
 from api.admin.routes.operation_table import REMOVED_VALUES
 from api.format import seconds, size
-from cachesvc.cli import COMMANDS, REMOVED, REMOVED_OPTIONS, app, load, run
+from cachesvc.cli import COMMANDS, REMOVED, REMOVED_OPTIONS, load, run
 from cachesvc.cli.config import settings_by_name
 from cachesvc.config.settings import known_settings
 from cachesvc.config.sources import load_settings
 from cachesvc.importing import importing
 from cachesvc.server.server_file import announced, note_settings
-
-
-def call(*arguments: str) -> Result:
-    return CliRunner().invoke(app, list(arguments))
+from tests.support.commands import call, said, told
 
 
 def apart(code: str) -> subprocess.CompletedProcess[str]:
     """Runs code in a process of its own, where nothing else has been imported."""
     words = [sys.executable, "-c", code]
     return subprocess.run(words, capture_output=True, text=True, timeout=110, check=False)
-
-
-def test_help_lists_every_command():
-    shown = call("--help").stdout
-    assert [] == [name for name in COMMANDS if name not in shown]
 
 
 def test_help_shows_what_stands_in_brackets(monkeypatch):
@@ -77,47 +68,31 @@ def test_no_help_but_of_serve_imports_torch():
 def test_every_command_can_be_loaded_and_has_help(name):
     command = load(name)
     assert command.name == name
-    shown = call(name, "--help")
-    assert 0 == shown.exit_code
-    assert "Usage" in shown.stdout
+    assert "Usage" in said(name, "--help")
+    assert name in said("--help")
     texts = [each.help or "" for each in (command, *getattr(command, "commands", {}).values())]
     assert [] == [text for text in texts if re.search(r"[^\n]\n[^\n]", text)], "of the source"
 
 
-def test_a_mistyped_command_is_told_the_nearest():
-    failed = call("serv")
-    assert 2 == failed.exit_code
-    assert "serve" in failed.stderr
-
-
-@pytest.mark.parametrize("typed", REMOVED_OPTIONS)
-def test_a_removed_option_says_what_to_do_instead(typed):
-    failed = call(*typed.split(), "1")
-    assert 2 == failed.exit_code
-    said = " ".join(failed.output.replace("│", " ").split())
-    assert f"{typed.split()[-1]} was removed: {REMOVED_OPTIONS[typed]}" in said
+REMOVED_VALUES_OF = {"tenants budget b acme 5": "per", "usage --statement x": "format"}
 
 
 @pytest.mark.parametrize(
-    ("command", "option"), [("tenants budget b acme 5", "per"), ("usage --statement x", "format")]
+    ("words", "name", "instead"),
+    [
+        *((f"{typed} 1", typed.split()[-1], instead) for typed, instead in REMOVED_OPTIONS.items()),
+        *(
+            (f"{command} --{option} {value}", value, instead)
+            for command, option in REMOVED_VALUES_OF.items()
+            for value, instead in REMOVED_VALUES[option].items()
+        ),
+    ],
 )
-def test_a_removed_value_says_what_to_do_instead(command, option):
-    for value, instead in REMOVED_VALUES[option].items():
-        failed = call(*command.split(), f"--{option}", value)
-        said = " ".join(failed.output.replace("│", " ").split())
-        assert 2 == failed.exit_code and f"{value} was removed: {instead}" in said
+def test_a_removed_option_or_value_says_what_to_do_instead(words, name, instead):
+    assert f"{name} was removed: {instead}" in said(*words.split(), code=2)
 
 
-def test_an_error_is_one_sentence_and_exit_code_1(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["cachesvc", "config", "show", "--config", "/nowhere.toml"])
-    with pytest.raises(SystemExit) as exited:
-        run()
-    assert 1 == exited.value.code
-    told = capsys.readouterr().err
-    assert "error: cannot read the config file /nowhere.toml: No such file or directory\n" == told
-
-
-def test_an_error_beside_torch_is_the_last_word():
+def test_an_error_is_one_sentence_and_beside_torch_the_last_word():
     """The process ends at once: what ends with it afterwards would print what torch leaks."""
     code = (
         "import atexit, sys\n"
@@ -129,8 +104,8 @@ def test_an_error_beside_torch_is_the_last_word():
     )
     ran = apart(code)
     assert 1 == ran.returncode
-    assert ran.stderr.startswith("error: cannot read the config file /nowhere.toml")
-    assert "afterwards" not in ran.stderr
+    file, why = "/nowhere.toml", "No such file or directory"
+    assert f"error: cannot read the config file {file}: {why}\n" == ran.stderr
 
 
 def test_what_a_command_writes_is_its_users_alone(tmp_path, monkeypatch):
@@ -166,10 +141,8 @@ def test_a_file_that_cannot_be_used_is_named_without_a_traceback(tmp_path, monke
         (tmp_path / "new").replace(tmp_path / "scopes.json")
 
     monkeypatch.setattr("cachesvc.cli.lazy.LazyGroup.invoke", replace)
-    failed = call("top")
-    assert 1 == failed.exit_code
-    told = f"{tmp_path / 'scopes.json'} cannot be used: Is a directory; repair it, or move it away"
-    assert told in failed.stderr
+    sentence = "scopes.json cannot be used: Is a directory; repair it, or move it away"
+    assert sentence in said("top", code=1)
 
 
 @pytest.mark.parametrize(
@@ -193,10 +166,10 @@ def test_config_show_prints_every_setting_and_masks_passwords(monkeypatch):
     url = "postgresql://ledger:hunter2@db/ledger"
     monkeypatch.setenv("CACHESVC_BILLING__DATABASE_URL", url)
     monkeypatch.setenv("CACHESVC_ENGINE__KEY", "sk-hunter2")
-    told = {row["name"]: row for row in json.loads(call("config", "show", "--json").stdout)}
-    assert "**********" == told["engine.key"]["value"]
-    assert known_settings().keys() == told.keys()
-    row = told["billing.database_url"]
+    rows = {row["name"]: row for row in told("config", "show")}
+    assert "**********" == rows["engine.key"]["value"]
+    assert known_settings().keys() == rows.keys()
+    row = rows["billing.database_url"]
     assert "env CACHESVC_BILLING__DATABASE_URL" == row["origin"]
     assert "postgresql://ledger:***@db/ledger" == row["value"]
     assert "hunter2" not in call("config", "show").stdout
@@ -208,33 +181,14 @@ def test_config_show_knows_what_the_running_server_was_given(monkeypatch, tmp_pa
     given = load_settings({"cache.disk_bytes": "3GiB", "server.data_dir": tmp_path})
     with announced(tmp_path, "http://127.0.0.1:1", "op-token"):
         note_settings(tmp_path, settings_by_name(given.rows()))
-        rows = {row["name"]: row for row in json.loads(call("config", "show", "--json").stdout)}
+        rows = {row["name"]: row for row in told("config", "show")}
         lines = call("config", "show").stdout
     assert {"value": "3GiB", "origin": "flag"} == rows["cache.disk_bytes"]["running"]
     assert rows["cache.host_bytes"]["running"]["origin"] == "default"
     assert "the running server, flag" in " ".join(lines.split())
     assert lines.count("cache.host_bytes") == 1
-    stopped = {row["name"]: row for row in json.loads(call("config", "show", "--json").stdout)}
+    stopped = {row["name"]: row for row in told("config", "show")}
     assert stopped["cache.disk_bytes"]["running"] is None
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--disk-cache", "12x"], "is not a size; write it like 64MiB"),
-        (["--disk-cache", "64"], "64B is less than 1MiB; write it with its unit, like 8GiB"),
-        (["--device-cache", "4"], "4B is less than 1MiB"),
-        (["--host-cache", "700KB"], "is less than 1MiB"),
-        (["--device", "tpu"], "model.device = 'tpu' (from flag)"),
-        (["--port", "70000"], "server.port = 70000 (from flag)"),
-        (["--host", "0.0.0.0"], "listens on loopback only"),
-        (["--host", "no.such.host.invalid"], "listens on loopback only"),
-    ],
-)
-def test_serve_refuses_what_cannot_work_before_it_loads_a_model(tmp_path, flags, message):
-    failed = call("serve", "--data-dir", str(tmp_path), *flags)
-    assert 0 != failed.exit_code
-    assert message in failed.stderr
 
 
 def test_sizes_and_durations_read_well():
@@ -255,31 +209,16 @@ def test_sizes_and_durations_read_well():
     ],
 )
 def test_a_shell_completes_commands_options_and_values(words, expected):
-    told = CliRunner().invoke(
-        app,
-        [],
-        prog_name="cachesvc",
-        env={
-            "_CACHESVC_COMPLETE": "complete_bash",
-            "COMP_WORDS": words,
-            "COMP_CWORD": str(len(words.split(" ")) - 1),
-        },
-    )
-    assert expected <= set(told.stdout.split())
+    asked = {"COMP_WORDS": words, "COMP_CWORD": str(len(words.split(" ")) - 1)}
+    asked["_CACHESVC_COMPLETE"] = "complete_bash"
+    assert expected <= set(call(env=asked, prog_name="cachesvc").stdout.split())
 
 
 # Settings, PostgreSQL, signatures and pages' templates cost half of such a command's time.
 MONEY = [
-    "sqlalchemy",
-    "pydantic",
-    "api.errors",
-    "pydantic_settings",
-    "jinja2",
-    "cryptography",
-    "torch",
-    "fastapi",
+    *("sqlalchemy", "pydantic", "api.errors", "pydantic_settings", "jinja2", "cryptography"),
+    *("torch", "fastapi", "sqlalchemy.dialects.postgresql", "cachesvc.config.settings"),
 ]
-MONEY += ["sqlalchemy.dialects.postgresql", "cachesvc.config.settings"]
 
 
 @pytest.mark.parametrize(
@@ -332,16 +271,13 @@ def test_a_removed_command_is_refused_with_what_to_do_instead():
             }
     assert 20 < len(removed)
     for command, instead in removed.items():
-        refused = call(*command.split())
-        assert 2 == refused.exit_code, command
-        assert "was removed" in " ".join(refused.output.split())
+        assert "was removed" in said(*command.split(), code=2)
         named = re.search(r"`cachesvc ([a-z ]*[a-z])[^`]*`", instead)
         if named is None:
             continue
-        helped = call(*named[1].split(), "--help")
-        assert 0 == helped.exit_code, helped.output
+        helped = said(*named[1].split(), "--help")
         options = re.findall(r"--[a-z-]+", instead)
-        assert [] == [each for each in options if each not in helped.output], instead
+        assert [] == [each for each in options if each not in helped], instead
 
 
 def test_a_sigterm_ends_what_handles_none_itself():

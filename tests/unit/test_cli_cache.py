@@ -1,16 +1,14 @@
 """`cachesvc cache`: what it prints of a disk tier, served or at rest."""
 
-import json
 import os
 import subprocess
 import sys
 
 import lmdb
 import pytest
-from typer.testing import CliRunner
 
-from cachesvc.cli import app
 from cachesvc.config.places import disk_path
+from tests.support.commands import said, told
 from tests.support.faulty_storage import chain, fill, take
 from tiers.blocks.frames import FrameArena
 from tiers.blocks.layout import BlockLayout
@@ -34,8 +32,8 @@ with open_shards(pathlib.Path(sys.argv[1]), readonly=False) as (_, shards):
 """
 
 
-def call(*arguments):
-    return CliRunner().invoke(app, ["cache", *arguments])
+def in_cache(command, data_dir, **how):
+    return said("cache", command, "--data-dir", data_dir, **how)
 
 
 def store(tier, ids):
@@ -60,31 +58,18 @@ def data_dir(tmp_path, ids):
 
 
 def test_stats_tell_blocks_bytes_and_that_no_server_runs(data_dir):
-    told = json.loads(call("stats", "--data-dir", str(data_dir), "--json").stdout)
-    assert NUM_BLOCKS == told["num_blocks"]
-    assert NUM_BLOCKS * LAYOUT.nbytes == told["logical_bytes"]
-    assert told["server"] is None
-    assert told["clean"] is True
-    text = call("stats", "--data-dir", str(data_dir)).stdout
-    assert "none running" in text
+    found = told("cache", "stats", "--data-dir", data_dir)
+    assert (NUM_BLOCKS, True, None) == (found["num_blocks"], found["clean"], found["server"])
+    assert NUM_BLOCKS * LAYOUT.nbytes == found["logical_bytes"]
+    assert "none running" in in_cache("stats", data_dir)
 
 
 def test_the_tree_joins_blocks_that_only_continue_each_other(data_dir, ids):
-    lines = call("tree", "--data-dir", str(data_dir)).stdout.splitlines()
-    assert [
-        f"scope {ids[0].scope.hex()}",
-        f"└─ {ids[0].key.hex()[:12]} 6 blocks, 384 tokens",
-    ] == lines
+    tree = f"scope {ids[0].scope.hex()} └─ {ids[0].key.hex()[:12]} 6 blocks, 384 tokens"
+    assert tree == in_cache("tree", data_dir)
 
 
-def test_verify_finds_a_sound_tier_sound(data_dir):
-    verified = call("verify", "--data-dir", str(data_dir), "--json")
-    assert 0 == verified.exit_code
-    told = json.loads(verified.stdout)
-    assert (True, NUM_BLOCKS) == (told["sound"], told["num_blocks"])
-
-
-def test_verify_names_a_bad_block_fails_and_repairs_it(data_dir, ids):
+def flip_a_bit(data_dir, ids):
     with open_shards(disk_path(data_dir), readonly=True) as (_, (shard,)):
         place = shard.find([ids[2].key])[0].place
     with (shard.path / "data.mdb").open("r+b") as file:
@@ -93,12 +78,27 @@ def test_verify_names_a_bad_block_fails_and_repairs_it(data_dir, ids):
         file.seek(-1, os.SEEK_CUR)
         file.write(bytes([last ^ 1]))
 
-    verified = call("verify", "--data-dir", str(data_dir))
-    assert 1 == verified.exit_code
-    assert "1 bad block: checksum" in verified.stdout
-    assert "--repair" in verified.stderr
-    assert 0 == call("verify", "--data-dir", str(data_dir), "--repair").exit_code
-    assert 0 == call("verify", "--data-dir", str(data_dir)).exit_code
+
+def lose_an_order(data_dir, ids):
+    shard = disk_path(data_dir) / "shard-000"
+    with lmdb.open(str(shard), map_size=64 << 20, max_dbs=8) as env:
+        order = env.open_db(b"order", create=False)
+        with env.begin(order, write=True) as change:
+            change.delete(next(change.cursor().iternext(values=False)))
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [(flip_a_bit, "1 bad block: checksum"), (lose_an_order, "its databases disagree")],
+)
+def test_verify_names_what_is_wrong_fails_and_repairs_it(data_dir, ids, damage, says):
+    found = told("cache", "verify", "--data-dir", data_dir)
+    assert (True, NUM_BLOCKS) == (found["sound"], found["num_blocks"])
+    damage(data_dir, ids)
+    verified = in_cache("verify", data_dir, code=1)
+    assert says in verified and "--repair" in verified
+    said("cache", "verify", "--repair", "--data-dir", data_dir)
+    in_cache("verify", data_dir)
 
 
 def test_verify_counts_at_one_moment_beside_another_process(data_dir, ids):
@@ -110,26 +110,9 @@ def test_verify_counts_at_one_moment_beside_another_process(data_dir, ids):
         assert verify(shard).sound
 
 
-def test_verify_fails_where_the_databases_disagree(data_dir):
-    shard = disk_path(data_dir) / "shard-000"
-    with lmdb.open(str(shard), map_size=64 << 20, max_dbs=8) as env:
-        order = env.open_db(b"order", create=False)
-        with env.begin(order, write=True) as change:
-            change.delete(next(change.cursor().iternext(values=False)))
-
-    verified = call("verify", "--data-dir", str(data_dir))
-    assert 1 == verified.exit_code
-    assert "its databases disagree" in verified.stdout
-    assert "--repair" in verified.stderr
-    assert 0 == call("verify", "--data-dir", str(data_dir), "--repair").exit_code
-    assert 0 == call("verify", "--data-dir", str(data_dir)).exit_code
-
-
 def test_a_wrong_directory_is_named(tmp_path):
     for path in (tmp_path, tmp_path / "nowhere"):
-        failed = call("stats", "--data-dir", str(path))
-        assert 0 != failed.exit_code
-        assert str(path) in failed.stderr
+        assert str(path) in in_cache("stats", path, code=1)
 
 
 @pytest.mark.parametrize("where", ["node", "server's node", "layout"])
@@ -139,7 +122,7 @@ def test_a_nodes_disk_is_looked_into_as_a_servers(tmp_path, ids, where):
     tier = open_disk(mine, LAYOUT, 64 << 20)
     store(tier, ids)
     tier.close()
-    shown = call("tree", "--data-dir", str(mine if where == "layout" else tmp_path), "--json")
-    (scope,) = json.loads(shown.stdout)["scopes"]
+    shown = told("cache", "tree", "--data-dir", mine if where == "layout" else tmp_path)
+    (scope,) = shown["scopes"]
     (node,) = scope["nodes"]
     assert (ids[0].key.hex(), ids[-1].key.hex()) == (node["key"], node["last_key"])

@@ -6,22 +6,21 @@ import sys
 from dataclasses import replace
 
 import pytest
-from typer.testing import CliRunner
 
 from api.access.auth import Salts
 from api.requests.kept import owner_of
 from billing.reports.receipts import ReceiptSigner, verify_receipt
 from billing.store.opening import database_url
-from cachesvc.cli import app
 from cachesvc.config.places import disk_path
 from cachesvc.operator.purge import RECEIPTS
 from cachesvc.operator.scopes import FILE_NAME, note_scopes
 from cachesvc.operator.secret import read_secret
 from cachesvc.server.state_file import FILE_NAME as STATE_NAME
 from tests.support.billing import running_ledger
+from tests.support.commands import said
 from tests.support.faulty_storage import chain
 from tests.support.state import FiledTurns
-from tests.support.wire import fake_house
+from tests.support.wire import byte_model
 from tests.unit.test_cli_cache import LAYOUT, store
 from tiers.blocks.keys import CacheScope
 from tiers.disk.inspection.view import open_view
@@ -31,17 +30,10 @@ OTHER = CacheScope(weights=b"tiny", tenant=b"other")
 MINE = chain(6, block_size=LAYOUT.block_size)
 BRANCH = chain(3, block_size=LAYOUT.block_size, seed=1)
 THEIRS = chain(4, block_size=LAYOUT.block_size, scope=OTHER)
-EVERY = [*MINE, *BRANCH, *THEIRS]
 
 
-def call(command, data_dir, *arguments, answer=None):
-    command_line = ["cache", command, *arguments, "--data-dir", str(data_dir)]
-    return CliRunner().invoke(app, command_line, input=answer)
-
-
-def told(result):
-    assert 0 == result.exit_code, result.output
-    return json.loads(result.stdout)
+def changed(command, data_dir, *words, **how):
+    return said("cache", command, *words, "--data-dir", data_dir, **how)
 
 
 def opened(data_dir):
@@ -53,8 +45,7 @@ def keys(data_dir):
         return {block.key for block in view.blocks()}
 
 
-def key_set(*chains):
-    return {block.key for ids in chains for block in ids}
+EVERY_KEY = {block.key for block in (*MINE, *BRANCH, *THEIRS)}
 
 
 @pytest.fixture
@@ -79,14 +70,14 @@ def test_a_purge_says_why_asks_and_leaves_a_signed_receipt_and_a_trail(data_dir)
     store(tier, ours)
     tier.close()
     with running_ledger(database_url(data_dir)) as house:  # makes the tenant acme
-        unsaid = call("purge", data_dir, "--tenant", "acme")
-        assert (2, True) == (unsaid.exit_code, "say why with --reason" in unsaid.stderr)
+        unsaid = changed("purge", data_dir, "--tenant", "acme", code=2)
+        assert "say why with --reason" in unsaid
         flags = ("--tenant", "acme", "--reason", "left", "--json")
-        assert 1 == call("purge", data_dir, *flags, answer="n\n").exit_code
-        assert key_set(EVERY, ours) == keys(data_dir)
-        signed = told(call("purge", data_dir, *flags, "--yes"))
+        changed("purge", data_dir, *flags, input="n\n", code=1)
+        assert EVERY_KEY | {block.key for block in ours} == keys(data_dir)
+        signed = json.loads(changed("purge", data_dir, *flags, "--yes"))
         (entry,) = house.accounts.trail.newest(1)
-    assert key_set(EVERY) == keys(data_dir), "only the tenant's"
+    assert EVERY_KEY == keys(data_dir), "only the tenant's"
     (kept,) = (data_dir / RECEIPTS).iterdir()
     assert signed == json.loads(kept.read_text()) == json.loads(entry["after"])
     assert verify_receipt(signed, ReceiptSigner.open(data_dir).public_key)
@@ -96,42 +87,43 @@ def test_a_purge_says_why_asks_and_leaves_a_signed_receipt_and_a_trail(data_dir)
     assert ("cache.purge", "left") == (entry["action"], entry["reason"])
 
 
-def test_a_tenant_that_does_not_exist_is_not_purged(data_dir):
+@pytest.fixture
+def with_acme(data_dir):
+    """The same, with a list of served models and a ledger that knows the tenant acme."""
+    read_secret(data_dir)
+    note_scopes(data_dir, [byte_model()])
+    with running_ledger(database_url(data_dir)):
+        pass
+    return data_dir
+
+
+LEFT = ("--reason", "left", "--yes")
+
+
+def test_a_tenant_that_does_not_exist_is_not_purged(with_acme):
     """A name mistyped must not get a receipt that says that nothing of it is left."""
-    house = fake_house(salts=Salts(read_secret(data_dir)))
-    note_scopes(data_dir, house.wire.inference.models.values())
-    house.close()
-    with running_ledger(database_url(data_dir)):  # makes the tenant acme
-        pass
-    failed = call("purge", data_dir, "--tenant", "amce", "--reason", "left", "--yes")
-    assert (1, True) == (failed.exit_code, "no tenant is named 'amce'" in failed.stderr)
-    assert not (data_dir / RECEIPTS).exists()
-    done = call("purge", data_dir, "--tenant", "acme", "--reason", "left", "--yes", "--json")
-    assert "acme" == told(done)["tenant"]
-    (data_dir / FILE_NAME).write_text("[")
-    failed = call("purge", data_dir, "--tenant", "acme", "--reason", "left", "--yes")
-    assert (1, True) == (failed.exit_code, "scopes.json is damaged" in failed.stderr)
+    refused = changed("purge", with_acme, "--tenant", "amce", *LEFT, code=1)
+    assert "no tenant is named 'amce'" in refused
+    assert not (with_acme / RECEIPTS).exists()
+    purge = ("purge", with_acme, "--tenant", "acme", *LEFT)
+    assert "acme" == json.loads(changed(*purge, "--json"))["tenant"]
+    (with_acme / FILE_NAME).write_text("[")
+    assert "scopes.json is damaged" in changed(*purge, code=1)
 
 
-def test_a_purge_of_a_stopped_server_takes_turns_and_responses(data_dir):
-    house, salts = fake_house(), Salts(read_secret(data_dir))
-    note_scopes(data_dir, house.wire.inference.models.values())
-    house.close()
-    with running_ledger(database_url(data_dir)):  # makes the tenant acme
-        pass
-    turns = FiledTurns(data_dir / STATE_NAME)
+def test_a_purge_of_a_stopped_server_takes_turns_and_responses(with_acme):
+    salts = Salts(read_secret(with_acme))
+    turns = FiledTurns(with_acme / STATE_NAME)
     turns.start()
     for tenant in ("acme", "bolt"):
         turns.write(tenant.encode(), owner_of(salts.of_tenant(tenant)), b"said")
     turns.close()
-    command = ("purge", data_dir, "--tenant", "acme", "--reason", "left", "--yes", "--json")
-    told(call(*command))
-    left = FiledTurns(data_dir / STATE_NAME)
+    changed("purge", with_acme, "--tenant", "acme", *LEFT)
+    left = FiledTurns(with_acme / STATE_NAME)
     assert [False, True] == [b"acme" in left, b"bolt" in left]
-    (data_dir / STATE_NAME).write_bytes(b"no database" * 1000)
-    failed = call(*command)
-    assert (1, True) == (failed.exit_code, "cannot be changed" in failed.stderr)
-    assert 1 == len(list((data_dir / RECEIPTS).iterdir()))
+    (with_acme / STATE_NAME).write_bytes(b"no database" * 1000)
+    assert "cannot be changed" in changed("purge", with_acme, "--tenant", "acme", *LEFT, code=1)
+    assert 1 == len(list((with_acme / RECEIPTS).iterdir()))
 
 
 @pytest.mark.parametrize(
@@ -143,8 +135,8 @@ def test_a_purge_of_a_stopped_server_takes_turns_and_responses(data_dir):
     ],
 )
 def test_a_pin_that_is_not_clear_is_asked_for_by_options(data_dir, flags, message):
-    failed = call("pin", data_dir, "house", "--reason", "hot", "--for", "1h", *flags)
-    assert (2, True) == (failed.exit_code, message in failed.stderr)
+    refused = changed("pin", data_dir, "house", "--reason", "hot", "--for", "1h", *flags, code=2)
+    assert message in refused
 
 
 def test_a_pipe_that_closes_early_is_no_damage(data_dir):

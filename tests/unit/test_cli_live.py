@@ -1,6 +1,5 @@
 """Commands about a running server, and what they say where none runs."""
 
-import json
 import logging
 import os
 from dataclasses import replace
@@ -9,7 +8,6 @@ from typing import Any
 
 import pytest
 import structlog
-from typer.testing import CliRunner, Result
 
 from api.access.auth import Salts
 from api.cache.explorer import Explorer
@@ -18,19 +16,19 @@ from billing.operations.books import OpenBooks
 from billing.proof.prover import Prover
 from billing.reports.receipts import ReceiptSigner
 from billing.store.opening import database_url
-from cachesvc.cli import app
 from cachesvc.cli.cache.tree import tree_lines
 from cachesvc.config.places import disk_path
 from cachesvc.operator.lookups import read_blocks
 from cachesvc.operator.scopes import note_scopes, roots_of
 from cachesvc.operator.secret import read_secret
-from tests.running_server import Running
+from tests.running_server import announcing
 from tests.sim.watched import BLOCK
 from tests.sim.world import World
 from tests.support.admin import fake_parts
 from tests.support.billing import running_ledger
+from tests.support.commands import said, told
 from tests.support.faulty_storage import chain
-from tests.support.wire import fake_house
+from tests.support.wire import byte_model, fake_house
 from tests.unit.test_cli_cache import LAYOUT, store
 from tiers.blocks.keys import CacheScope, token_bytes
 from tiers.blocks.tree import TreeQuery, tree_json
@@ -39,45 +37,19 @@ from tiers.disk.open import open_disk
 from tiers.explore import DiskBlocks, TierForest
 from tiers.memory.block import BlockState
 
-
-def call(*arguments: str) -> Result:
-    return CliRunner().invoke(app, list(arguments))
-
-
-class Growing:
-    """The stats of a server that serves more from one look to the next."""
-
-    def __init__(self) -> None:
-        self.turn = 0
-
-    def __call__(self) -> dict[str, Any]:
-        self.turn += 1
-        n = self.turn
-        tier = {"num_blocks": 7, "used_bytes": 700, "capacity_bytes": 1000}
-        return {
-            "time_s": 1000.0 + n,
-            "model": "bytes",
-            "engine": {"num_running": 2, "num_waiting": 1, "num_loading": 1},
-            "cache": {
-                "tiers": {
-                    "device": {**tier, "hits": 10 * n, "stored": 4 * n, "evicted": 3 * n},
-                    "disk": {**tier, "hits": 0, "stored": 0, "evicted": 0},
-                }
-            },
-            "traffic": {
-                "prompt_tokens": {"device": 60.0 * n, "computed": 40.0 * n},
-                "generation_tokens": 5.0 * n,
-            },
-        }
+TIER = {"num_blocks": 7, "used_bytes": 700, "capacity_bytes": 1000, "hits": 10, "stored": 4}
+STATS = {
+    "time_s": 1000.0,
+    "engine": {"num_running": 2, "num_waiting": 1, "num_loading": 1},
+    "cache": {"tiers": dict.fromkeys(("device", "disk"), TIER | {"evicted": 3})},
+}
 
 
 @pytest.fixture
 def data_dir(tmp_path):
     """A directory with blocks of two tenants on disk, which it knows the scopes of."""
     salts = Salts(read_secret(tmp_path))
-    house = fake_house()
-    (model,) = house.wire.inference.models.values()
-    house.close()
+    model = byte_model()
     note_scopes(tmp_path, [model])
     tier = open_disk(disk_path(tmp_path), LAYOUT, 64 << 20)
     for seed, (tenant, count) in enumerate((("acme", 5), ("globex", 2))):
@@ -119,78 +91,56 @@ def server(data_dir, world, books):
     house = fake_house(salts=salts)
     owners = Owners(house.wire.inference.models, salts, lambda: {"acme": "CNY"})
     explorer = Explorer(run, owners, None, block_bytes=1)
-    parts = replace(
-        fake_parts(),
-        stats=Growing(),
-        blocks=partial(read_blocks, run),
-        books=books,
-        explorer=explorer,
-    )
-    with Running(data_dir, parts, house) as running:
-        yield running
-
-
-def test_without_a_server_commands_about_one_say_what_to_do(data_dir):
-    failed = call("top", "--data-dir", str(data_dir))
-    assert 1 == failed.exit_code
-    assert f"no server runs on {data_dir}" in failed.stderr
+    blocks = partial(read_blocks, run)
+    parts = fake_parts(stats=lambda: STATS, blocks=blocks, books=books, explorer=explorer)
+    with announcing(data_dir, parts, house):
+        yield data_dir
 
 
 def test_a_server_whose_file_was_removed_is_not_called_none(data_dir):
     lock = DirectoryLock(disk_path(data_dir))
     try:
-        failed = call("top", "--data-dir", str(data_dir))
+        told_of = said("top", "--data-dir", data_dir, code=1)
     finally:
         lock.release()
-    assert 1 == failed.exit_code
-    assert f"{data_dir} is served by pid {os.getpid()}" in failed.stderr
-    assert "its server.json was removed; restart it" in failed.stderr
+    assert f"{data_dir} is served by pid {os.getpid()}" in told_of
+    assert "its server.json was removed; restart it" in told_of
 
 
-def test_stats_of_a_running_server_tell_every_tier(server):
-    told = json.loads(call("cache", "stats", "--data-dir", str(server.data_dir), "--json").stdout)
-    assert 7 == told["num_blocks"]
-    assert {"device", "disk"} == told["tiers"].keys()
-    shown = call("cache", "stats", "--data-dir", str(server.data_dir)).stdout
-    assert "device" in shown
-
-
-def test_stats_of_a_running_server_tell_who_takes_the_room(server, world):
+def test_stats_of_a_running_server_tell_every_tier_and_who_takes_the_room(server, world):
     """By owner if a name leads to the scope, otherwise unowned. A block here is one byte."""
-    told = json.loads(call("cache", "stats", "--data-dir", str(server.data_dir), "--json").stdout)
+    stats = ("cache", "stats", "--data-dir", server)
+    found, shown = told(*stats), said(*stats)
+    assert 7 == found["num_blocks"] and "device" in shown
+    assert {"device", "disk"} == found["tiers"].keys()
     held = {
-        tier: sum(each["bytes"].get(tier, 0) for each in told["owners"])
+        tier: sum(each["bytes"].get(tier, 0) for each in found["owners"])
         for tier in ("device", "host")
     }
     index = world.cache.index
     blocks = [each for each in (*index, *index.iter_partials()) if each.state is BlockState.READY]
     assert sum(block.slot is not None for block in blocks) == held["device"] > 0
     assert sum(block.frame is not None for block in blocks) == held["host"]
-    shown = call("cache", "stats", "--data-dir", str(server.data_dir)).stdout
-    assert [each["owner"] for each in told["owners"]] == [
+    assert [each["owner"] for each in found["owners"]] == [
         name for name in ("acme", "no tenant here") if name in shown
     ]
 
 
 def test_a_tenant_that_the_server_does_not_know_is_named(server):
-    flags = ("cache", "tree", "--live", "--data-dir", str(server.data_dir), "--tenant")
-    failed = call(*flags, "amce")
-    assert 1 == failed.exit_code
-    assert "no tenant or sharing group is named 'amce'" in failed.stderr
+    flags = ("cache", "tree", "--live", "--data-dir", server, "--tenant")
+    assert "no tenant or sharing group is named 'amce'" in said(*flags, "amce", code=1)
     for known in ("acme", "handbook"):
-        assert 0 == call(*flags, known).exit_code
+        said(*flags, known)
 
 
 def test_the_tree_on_disk_knows_no_tenants(data_dir):
-    failed = call("cache", "tree", "--tenant", "acme", "--data-dir", str(data_dir))
-    assert (2, True) == (failed.exit_code, "add --live" in failed.stderr)
+    tree = ("cache", "tree", "--tenant", "acme", "--data-dir", data_dir)
+    assert "add --live" in said(*tree, code=2)
 
 
 def test_scopes_are_remembered_by_their_digest_and_bounded(tmp_path):
     read_secret(tmp_path)
-    house = fake_house()
-    (model,) = house.wire.inference.models.values()
-    house.close()
+    model = byte_model()
     for number in range(250):
         scope = CacheScope(weights=token_bytes([number]))
         note_scopes(tmp_path, [replace(model, scope=scope)])

@@ -23,11 +23,6 @@ def resident_bytes():
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-@pytest.fixture
-def anyio_backend():
-    return "asyncio"
-
-
 async def echo(scope, receive, send):
     body, more = b"", True
     while more and (message := await receive())["type"] == "http.request":

@@ -4,7 +4,6 @@ import asyncio
 import threading
 from typing import NoReturn
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,11 +12,6 @@ from api.access.fair_pool import FairPool
 from api.access.shares import Shares
 from api.errors import Overloaded, answer_to
 from engine.scheduling.shares import Backlog, part_of
-
-
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
 
 
 def taken(shares: Shares, tenant: str) -> int:

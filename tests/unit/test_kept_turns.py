@@ -24,11 +24,6 @@ TURN = [{"role": "user", "content": "hi"}]
 ANSWERED = [*TURN, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "and?"}]
 
 
-@pytest.fixture
-def anyio_backend():
-    return "asyncio"
-
-
 class Clock:
     now_s = 1_000_000.0
 

@@ -10,7 +10,7 @@ from cachesvc.config.sections import CacheSection
 from cachesvc.operator.quotas import QuotaBook
 from cachesvc.operator.scopes import note_scopes
 from cachesvc.operator.secret import read_secret
-from tests.support.wire import fake_house
+from tests.support.wire import byte_model
 from tiers.policy.quota import COMMON
 
 MIB = 1 << 20
@@ -19,17 +19,12 @@ SIZES = {"device_bytes": 100 * MIB, "host_bytes": 300 * MIB, "disk_bytes": 600 *
 
 def test_every_scope_of_a_tenant_is_in_its_group(tmp_path):
     section = CacheSection(**SIZES, quotas={"acme": 100 * MIB, "group:house": 50 * MIB})
-    house = fake_house()
-    house.close()
-    salts = Salts(read_secret(tmp_path))
-    model = next(iter(house.wire.inference.models.values()))
+    salts, model = Salts(read_secret(tmp_path)), byte_model()
     adapted = replace(model, name="adapted", scope=replace(model.scope, adapter=b"digest"))
     book = QuotaBook(section, tmp_path)
-    assert book.shares is not None
     book.add(salts, [model, adapted])
     note_scopes(tmp_path, [model, adapted])
     later = QuotaBook(section, tmp_path)  # of an earlier run, before any model is loaded
-    assert later.shares is not None
     for shares in (book.shares, later.shares):
         for scope in (model.scope, adapted.scope):
             mine = replace(scope, tenant=salts.of_tenant("acme")).root()
@@ -43,7 +38,6 @@ def test_every_scope_of_a_tenant_is_in_its_group(tmp_path):
 
 def test_a_scope_without_a_quota_of_its_own_gets_the_default(tmp_path):
     shares = QuotaBook(CacheSection(**SIZES, quotas={"*": 400 * MIB}), tmp_path).shares
-    assert shares is not None
     roots = [bytes([number]) * 16 for number in range(3)]
     assert [shares.group(root) is COMMON for root in roots] == [False, False, True]
 

@@ -6,30 +6,22 @@ from pathlib import Path
 
 import pytest
 
+from cachesvc.operator import scopes
 from cachesvc.operator.purge import roots_to_purge
-from cachesvc.operator.scopes import (
-    DAMAGED,
-    FILE_NAME,
-    ScopeKind,
-    find_damage,
-    note_scopes,
-    roots_of,
-)
+from cachesvc.operator.scopes import FILE_NAME, ScopeKind, find_damage, note_scopes, roots_of
 from cachesvc.operator.secret import read_secret
-from tests.support.wire import fake_house
+from tests.support.wire import byte_model
 from tiers.errors import PurgeFailed
 
 
 def start(data_dir: Path) -> None:
     """What a start does with the list."""
-    house = fake_house()
-    house.close()
     read_secret(data_dir)
-    note_scopes(data_dir, house.wire.inference.models.values())
+    note_scopes(data_dir, [byte_model()])
 
 
 def set_aside(data_dir: Path) -> list[str]:
-    return [each.read_text() for each in data_dir.glob(f"{DAMAGED}-*")]
+    return [each.read_text() for each in data_dir.glob(f"{scopes.DAMAGED}-*")]
 
 
 @pytest.mark.parametrize(
@@ -55,7 +47,7 @@ def test_a_damaged_list_is_kept_and_said_until_somebody_removes_it(tmp_path, cap
         caplog.clear()
         start(tmp_path)
         assert [logging.ERROR] == [each.levelno for each in caplog.records]
-        assert f"{DAMAGED}-" in caplog.text and "restore" in caplog.text
+        assert f"{scopes.DAMAGED}-" in caplog.text and "restore" in caplog.text
     assert [written] == set_aside(tmp_path)
     found = find_damage(tmp_path)
     assert found is not None and "was damaged" in found.message
@@ -63,7 +55,7 @@ def test_a_damaged_list_is_kept_and_said_until_somebody_removes_it(tmp_path, cap
     assert roots_of(tmp_path, "acme"), "the served model is known"
     with pytest.raises(PurgeFailed, match="no tenant is purged"):
         roots_to_purge(tmp_path, "acme", ScopeKind.TENANT)
-    next(tmp_path.glob(f"{DAMAGED}-*")).unlink()
+    next(tmp_path.glob(f"{scopes.DAMAGED}-*")).unlink()
     assert roots_to_purge(tmp_path, "acme", ScopeKind.TENANT)
     assert find_damage(tmp_path) is None
 

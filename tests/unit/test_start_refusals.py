@@ -4,35 +4,29 @@ import errno
 import importlib.util
 import json
 import os
+import socket
+import stat
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from cachesvc.cli.exits import exit_code
 from cachesvc.config import places
 from cachesvc.config.errors import ConfigError
+from cachesvc.config.places import disk_path
 from cachesvc.config.sections import CacheSection
 from cachesvc.server.listen import check_memory, make_data_dir
 from engine import driver
 from engine.driver import check_device
 from engine.errors import AdapterError, ModelError
 from engine.models.files import check
+from tests.live_server import SCRIPT
+from tests.support.commands import said, told
 from tests.support.stand_in import Handler, StandIn, served
 from tests.terminal import on_a_terminal
-
-SCRIPT = Path(sys.executable).with_name("cachesvc")
-
-
-def run(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [str(SCRIPT), *words],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env=os.environ | {"COLUMNS": "80"} | variables,
-    )
+from tiers.disk.directory import DirectoryLock
+from tiers.errors import DirectoryLocked
 
 
 def test_a_network_file_system_is_warned_of(tmp_path, monkeypatch, caplog):
@@ -45,56 +39,139 @@ def test_a_network_file_system_is_warned_of(tmp_path, monkeypatch, caplog):
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "says"),
     [
-        (("serve", "--prot", "80"), "unexpected argument --prot; did you mean --port?"),
-        (("serve", "--disk-cache-dir=/x"), "--disk-cache-dir was removed: join the disks"),
-        (("serve", "--dtype", "float99"), "model.dtype = 'float99'"),
-        (("serve", "--device-cache", "lots"), "cache.device_bytes = 'lots'"),
-        (("serve", "--adapter", "sql"), "write NAME=SOURCE"),
-        (("balance", "topup", "x", "ten"), "'ten' is not an amount of money"),
-        (("tenants", "create", "a/b"), "a/b"),
-        (("node", "--quota", "x"), "--quota 'x' is not a quota"),
-        (("usage", "--by", "week"), "--by takes day and"),
-        (("usage", "--format", "pdf"), "'--format': 'pdf' is not one of 'json'"),
-        (("serve", "--port", "x"), "'--port': should be a valid integer"),
-        (("node", "--events", '{"endpoint": 5}'), "}: endpoint should be a valid string"),
-        (("top", "--dta-dir", "x"), "--data-dir"),
+        ("serv", "serve"),
+        ("serve --prot 80", "unexpected argument --prot; did you mean --port?"),
+        ("serve --disk-cache-dir=/x", "--disk-cache-dir was removed: join the disks"),
+        ("serve --dtype float99", "model.dtype = 'float99'"),
+        ("serve --device tpu", "model.device = 'tpu' (from flag)"),
+        ("serve --disk-cache 12x", "is not a size; write it like 64MiB"),
+        ("serve --disk-cache 64", "64B is less than 1MiB; write it with its unit, like 8GiB"),
+        ("serve --device-cache 4", "4B is less than 1MiB"),
+        ("serve --host-cache 700KB", "is less than 1MiB"),
+        ("serve --device-cache lots", "cache.device_bytes = 'lots'"),
+        ("serve --adapter sql", "write NAME=SOURCE"),
+        ("serve --port x", "'--port': should be a valid integer"),
+        ("serve --port 70000", "server.port = 70000 (from flag)"),
+        ("balance topup x ten", "'ten' is not an amount of money"),
+        ("tenants create a/b", "a/b"),
+        ("node --quota x", "--quota 'x' is not a quota"),
+        ("usage --by week", "--by takes day and"),
+        ("usage --format pdf", "'--format': 'pdf' is not one of 'json'"),
+        ('node --events {"endpoint":5}', "}: endpoint should be a valid string"),
+        ("top --dta-dir x", "--data-dir"),
     ],
 )
-def test_a_wrong_command_line_is_exit_code_2_and_says_the_nearest(tmp_path, words, told):
-    made = run("tenants", "create", "x", "--data-dir", str(tmp_path))
-    assert 0 == made.returncode, made.stderr
-    failed = run(*words, *(() if words[0] in {"node", "top"} else ("--data-dir", str(tmp_path))))
-    assert (2, True) == (failed.returncode, told in failed.stderr), failed.stderr
+def test_a_wrong_command_line_is_exit_code_2_and_says_the_nearest(tmp_path, words, says):
+    where = () if words.split()[0] in {"node", "top", "serv"} else ("--data-dir", tmp_path)
+    said("tenants", "create", "x", "--data-dir", tmp_path)
+    assert says in said(*words.split(), *where, code=2, env={"COLUMNS": "200"})
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "no.such.host.invalid"])
+def test_a_server_that_anybody_may_reach_needs_keys(tmp_path, host):
+    refused = said("serve", "--data-dir", tmp_path, "--host", host, code=1)
+    assert "listens on loopback only" in refused
 
 
 def test_a_wrong_value_in_the_file_is_no_wrong_command_line(tmp_path):
     file = tmp_path / "c.toml"
     file.write_text('[model]\ndtype = "float99"\n')
-    failed = run("serve", "--config", str(file), "--data-dir", str(tmp_path / "data"))
-    assert 1 == failed.returncode, failed.stderr
-    assert 1 == exit_code(ConfigError("x"))
+    said("serve", "--config", file, "--data-dir", tmp_path / "data", code=1)
 
 
 @pytest.mark.parametrize("command", ["", "serve", "cache purge", "replay", "balance topup"])
 def test_an_option_without_a_value_shows_no_type(command):
-    shown = run(*command.split(), "--help").stdout
-    assert "--help" in shown
-    assert "bool" not in shown.lower()
+    shown = said(*command.split(), "--help")
+    assert "--help" in shown and "bool" not in shown.lower()
+
+
+def refused(data_dir, *flags, **variables):
+    """What `serve` says as it ends, in a process of its own; torch has not been imported."""
+    words = ["serve", "--port", "0", "--data-dir", *map(str, (data_dir, *flags))]
+    code = (
+        "import sys\n"
+        "from cachesvc.cli import app\n"
+        f"try: app({words!r})\n"
+        "except SystemExit as left: print('torch' in sys.modules, left.code)\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        env=os.environ | variables,
+    )
+    assert "False 1" == ended.stdout.strip(), ended.stderr
+    return ended.stderr
+
+
+FTP, NOWHERE = "ftp://127.0.0.1/blocks", "redis://127.0.0.1:1"
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("flags", "variables", "says"),
     [
-        (("--host-cache", "4TiB"), "--host-cache is 4 TiB, and this machine has"),
-        (("--device", "cpu", "--device-cache", "4TiB"), "--device-cache is 4 TiB, and this"),
+        ("--model no-such-model", {}, "no model 'no-such-model'"),
+        ("--model HERE/nothing", {}, "it is not an alias"),
+        ("--model HERE", {}, "holds no config.json and no GGUF file"),
+        (f"--model {__file__}", {}, "is neither a folder nor a .gguf file"),
+        ("--adapter sql=HERE/nothing", {}, "adapter sql: there is no folder"),
+        ("", {"REMOTE_URL": FTP}, "no remote tier uses 'ftp'"),
+        ("--disk-cache 0", {"REMOTE_URL": NOWHERE}, "cache.remote_url needs the disk tier"),
+        ("", {"REMOTE_URL": NOWHERE, "REMOTE_KEY_FILE": "/no/key"}, "key file /no/key cannot be"),
+        ("--host-cache 4TiB", {}, "--host-cache is 4 TiB, and this machine has"),
+        ("--device cpu --device-cache 4TiB", {}, "--device-cache is 4 TiB, and this machine has"),
+        pytest.param(
+            "--engine vllm",
+            {},
+            "--engine vllm needs vLLM in this environment",
+            marks=pytest.mark.skipif(
+                importlib.util.find_spec("vllm") is not None, reason="is here"
+            ),
+        ),
+        pytest.param(
+            "--device cuda",
+            {},
+            "no CUDA device can be used; run with --device cpu",
+            marks=pytest.mark.skipif(driver._has_driver(), reason="a driver is here"),
+        ),
     ],
 )
-def test_a_tier_larger_than_memory_is_refused_before_torch(tmp_path, words, told):
-    failed = run("serve", *words, "--data-dir", str(tmp_path))
-    assert (1, True) == (failed.returncode, told in failed.stderr), failed.stderr
-    assert "importing torch" not in failed.stderr
+def test_what_cannot_be_served_is_refused_before_torch_is_imported(
+    tmp_path, flags, variables, says
+):
+    words = flags.replace("HERE", str(tmp_path)).split()
+    given = {f"CACHESVC_CACHE__{name}": value for name, value in variables.items()}
+    assert says in refused(tmp_path / "data", *words, **given)
+
+
+def test_a_port_or_a_data_directory_in_use_is_refused_before_torch_is_imported(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert "choose another --port" in refused(tmp_path, "--port", port)
+    disk_path(tmp_path).mkdir()
+    lock = DirectoryLock(disk_path(tmp_path))
+    try:
+        assert "served by pid" in refused(tmp_path)
+        with pytest.raises(DirectoryLocked, match="served by pid"):
+            make_data_dir(tmp_path)
+    finally:
+        lock.release()
+
+
+def test_a_data_directory_is_private_and_can_be_written(tmp_path, monkeypatch):
+    make_data_dir(tmp_path / "data")
+    assert 0o700 == stat.S_IMODE((tmp_path / "data").stat().st_mode)
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="is a file; --data-dir names a folder"):
+        make_data_dir(tmp_path / "file")
+    with pytest.raises(ConfigError, match=r"cannot make .*; check --data-dir"):
+        make_data_dir(tmp_path / "file" / "below")
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # tests may run as root
+    with pytest.raises(ConfigError, match="this user cannot write"):
+        make_data_dir(tmp_path / "of-another")
 
 
 def test_beside_a_gpu_the_device_tier_is_not_in_this_memory():
@@ -102,22 +179,6 @@ def test_beside_a_gpu_the_device_tier_is_not_in_this_memory():
     check_memory(cache, on_gpu=True)
     with pytest.raises(ConfigError, match="--device-cache is 1024 TiB"):
         check_memory(cache, on_gpu=False)
-
-
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is here")
-def test_a_missing_vllm_is_refused_before_torch(tmp_path):
-    failed = run("serve", "--engine", "vllm", "--data-dir", str(tmp_path))
-    assert 1 == failed.returncode
-    assert "error: --engine vllm needs vLLM in this environment" in failed.stderr
-    assert "importing torch" not in failed.stderr
-
-
-@pytest.mark.skipif(driver._has_driver(), reason="a driver is here")
-def test_cuda_without_a_driver_is_refused_before_torch(tmp_path):
-    failed = run("serve", "--device", "cuda", "--data-dir", str(tmp_path))
-    assert 1 == failed.returncode
-    assert "error: no CUDA device can be used; run with --device cpu" in failed.stderr
-    assert "importing torch" not in failed.stderr
 
 
 def test_a_build_of_torch_for_cpus_has_no_cuda(monkeypatch):
@@ -181,16 +242,15 @@ def test_replay_cuts_no_figure_piped_or_in_a_narrow_window(tmp_path):
     request = {"timestamp": 0, "input_length": 512 * 3, "hash_ids": [0, 1, 2]}
     trace.write_text("\n".join([json.dumps(request)] * 3))
     words = ["replay", str(trace), "--tiers", "device=1,host=1,disk=1"]
-    piped = run(*words)
-    assert 0 == piped.returncode, piped.stderr
-    (figures,) = json.loads(run(*words, "--json").stdout)
+    piped = said(*words)
+    (figures,) = told(*words)
     rate = f"{figures['hit_rate']:.4f}"
     for shown in (rate, "device", "host", "disk", "written to disk"):
-        assert shown in piped.stdout
+        assert shown in piped
     with on_a_terminal(["env", "COLUMNS=50", str(SCRIPT), *words], tmp_path) as terminal:
         terminal.read_to_end()
         text = "\n".join(terminal.lines)
     assert rate in text
-    assert "…" not in piped.stdout + text
+    assert "…" not in piped + text
     assert 50 >= max(len(line) for line in terminal.lines if rate in line)
     assert "not shown here, but in a wider window and with --json: of all" in text

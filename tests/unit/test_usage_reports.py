@@ -1,6 +1,5 @@
 """Usage over a span of days, in a zone, split by part; exact, and bounded whoever names users."""
 
-import json
 import random
 import time
 from datetime import UTC, date, datetime, timedelta, timezone
@@ -9,7 +8,6 @@ from zoneinfo import ZoneInfo
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
 from billing.errors import InvalidName, UnknownTenant
 from billing.gate.rollups import DAY_NS
@@ -17,22 +15,16 @@ from billing.money import parse_amount
 from billing.prices.book import NS
 from billing.prices.time_zones import LocalZone
 from billing.reports import attribution
+from billing.reports import usage as usage_reports
 from billing.reports.attribution import NOBODY, OTHERS, HeavyParts
 from billing.reports.statement import statement, statement_csv, statement_json
-from billing.reports.usage import (
-    FIRST_DAY,
-    Query,
-    Unit,
-    by_session,
-    midnight_ns,
-    parse_query,
-    report,
-)
+from billing.reports.usage import Query, Unit, midnight_ns, parse_query, report
 from billing.store import reports as store_reports
 from billing.store.opening import open_store
 from billing.usage import Usage
-from cachesvc.cli import app
 from tests.support.billing import START_NS, ManualClock, running_ledger
+from tests.support.commands import said
+from tests.support.commands import told as told_by
 
 HOUR = 3600
 SPLITS = ("model", "project", "key", "session", "user", "tag:team")
@@ -142,31 +134,26 @@ def test_a_span_has_both_its_ends(store, zone, requests):
     assert [(second.isoformat(), "", requests)] == inside
     assert [] == told(store, since=date(2025, 3, 1), zone=zone)
     for endless in ("9" * 400 + "d", "999999d"):
-        assert FIRST_DAY == parse_query(since=endless, zone=zone).since
+        assert usage_reports.FIRST_DAY == parse_query(since=endless, zone=zone).since
 
 
 def test_an_unknown_tenant_is_said(store):
     with pytest.raises(UnknownTenant, match="cachesvc tenants show"):
         report(store, Query(tenant="nobody"), Unit.DAY)
     with pytest.raises(UnknownTenant, match="cachesvc tenants show"):
-        by_session(store, Query(tenant="nobody"))
-
-
-def call(data_dir, *arguments, code=0):
-    result = CliRunner().invoke(app, ["usage", *arguments, "--data-dir", str(data_dir)])
-    assert code == result.exit_code, result.output
-    return result.output
+        usage_reports.by_session(store, Query(tenant="nobody"))
 
 
 def test_the_command_takes_spans_zones_and_splits(data_dir):
     flags = ("--since", "2025-01-01", "--until", "2025-01-31", "--timezone", "Asia/Shanghai")
-    days = json.loads(call(data_dir, "--by", "day", *flags, "--json"))
+    where = ("--data-dir", data_dir)
+    days = told_by("usage", "--by", "day", *flags, *where)
     assert [("2025-01-01", 1), ("2025-01-02", 2)] == [(d["period"], d["requests"]) for d in days]
-    split = json.loads(call(data_dir, "--by", "month", *flags, "--breakdown", "key", "--json"))
-    assert ["k1", "k2"] == [period["part"] for period in split]
-    assert "k2" in call(data_dir, "--by", "month", *flags, "--breakdown", "key")
-    second = ("--since", "2025-01-02", "--until", "2025-01-02", "--json")
-    sessions = json.loads(call(data_dir, "--by", "session", *second))  # by their last day
+    months = ("usage", "--by", "month", *flags, "--breakdown", "key", *where)
+    assert ["k1", "k2"] == [period["part"] for period in told_by(*months)]
+    assert "k2" in said(*months)
+    second = ("--since", "2025-01-02", "--until", "2025-01-02")
+    sessions = told_by("usage", "--by", "session", *second, *where)  # by their last day
     assert ["s0"] == [each["period"] for each in sessions]
 
 
@@ -182,8 +169,7 @@ def test_the_command_takes_spans_zones_and_splits(data_dir):
     ],
 )
 def test_a_span_that_is_none_is_said(data_dir, flags, words):
-    said = " ".join(call(data_dir, "--by", "day", *flags, code=2).replace("│", " ").split())
-    assert words in said
+    assert words in said("usage", "--by", "day", *flags, "--data-dir", data_dir, code=2)
 
 
 def parts(house, split):
@@ -254,19 +240,13 @@ def test_who_costs_more_than_a_share_is_always_among_those_listed(seed, most):
 def test_the_command_sums_by_user_and_tag(house, tmp_path):
     house.charge("r1", Usage(miss=100), user="ann", tags={"team": "x"})
 
-    def said_by(*arguments, code=0):
-        result = CliRunner().invoke(app, ["usage", *arguments, "--data-dir", str(tmp_path)])
-        assert code == result.exit_code, result.output
-        return result.output
-
-    (by_user,) = json.loads(said_by("--by", "user", "--json"))
+    where, since = ("--data-dir", tmp_path), ("--since", "2025-01-01")
+    (by_user,) = told_by("usage", "--by", "user", *where)
     assert ("ann", "all", 1) == tuple(by_user[name] for name in ("part", "period", "requests"))
-    assert "ann" in said_by("--by", "user")
-    (by_tag,) = json.loads(
-        said_by("--by", "day", "--breakdown", "tag:team", "--since", "2025-01-01", "--json")
-    )
+    assert "ann" in said("usage", "--by", "user", *where)
+    (by_tag,) = told_by("usage", "--by", "day", "--breakdown", "tag:team", *since, *where)
     assert ("x", "2025-01-01") == (by_tag["part"], by_tag["period"])
-    said = said_by("--by", "colour", code=2)
-    assert "tag:NAME" in said.replace("\n", "")
-    made = json.loads(said_by("--statement", "2025-01", "--tenant", "acme", "--by", "tag:team"))
+    assert "tag:NAME" in said("usage", "--by", "colour", *where, code=2)
+    of_acme = ("--statement", "2025-01", "--tenant", "acme", "--by", "tag:team")
+    made = told_by("usage", *of_acme, *where)
     assert ["x"] == [part["part"] for part in made["parts"]]
