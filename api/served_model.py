@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 from api.errors import ContextLengthExceeded, ModelNotFound
 from engine.promise import Promise
 from engine.request import FinishReason, Request, StepOutput
-from engine.text.detokenizer import IncrementalDetokenizer
 from tiers.blocks.keys import CacheScope
 
 if TYPE_CHECKING:
@@ -67,14 +66,6 @@ class Tokenizer(Protocol):
     def token_bytes(self, token: int) -> bytes: ...
 
 
-class NewDetokenizer(Protocol):
-    """Makes a detokenizer from stop strings and the special tokens to show as text."""
-
-    def __call__(
-        self, stop: Sequence[str], *, shown: Sequence[str] = ()
-    ) -> IncrementalDetokenizer: ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
     """Where a model's requests pass to as they are: `sites` that speak the clients' protocols.
@@ -99,13 +90,12 @@ class Endpoint:
 class ServedModel:
     """A model name for clients: the base model, or an adapter on it.
 
-    `scope` lacks only the tenant's salt. `detokenizer` makes one per sequence. `max_context` is the
-    maximum of prompt and answer tokens together.
+    `scope` lacks only the tenant's salt. `max_context` is the maximum of prompt and answer tokens
+    together.
     """
 
     name: str
     tokenizer: Tokenizer
-    detokenizer: NewDetokenizer
     scope: CacheScope
     max_context: int
     vocab_size: int

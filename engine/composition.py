@@ -26,7 +26,6 @@ from engine.models.load import LoadedModel
 from engine.promise import Promise
 from engine.request import SamplingParams, StepOutput
 from engine.settings import EngineSettings
-from engine.text.detokenizer import IncrementalDetokenizer
 from tiers.blocks.keys import CacheScope, PrefixKey
 from tiers.blocks.layout import BlockLayout
 from tiers.cache import CacheSettings, TieredCache
@@ -128,10 +127,10 @@ class Core:
         thaw()
         return unsaved
 
-    def detokenizer(
-        self, stop: Sequence[str], *, shown: Sequence[str] = ()
-    ) -> IncrementalDetokenizer:
-        return IncrementalDetokenizer(self.loaded.tokenizer, stop, shown=shown)
+    @property
+    def adapters(self) -> Mapping[str, bytes]:
+        """Digests of their contents, by name."""
+        return self.loaded.adapters.digests
 
 
 def compose(

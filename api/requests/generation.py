@@ -118,7 +118,10 @@ class Generation:
         self._parts = {
             engine_id: _Part(
                 [
-                    _Choice(number * n + i, job.model.detokenizer(job.stop, shown=job.markers))
+                    _Choice(
+                        number * n + i,
+                        IncrementalDetokenizer(job.model.tokenizer, job.stop, shown=job.markers),
+                    )
                     for i in range(n)
                 ]
             )

@@ -44,9 +44,8 @@ def served_models(core: Backend, settings: ModelSection) -> Mapping[str, ServedM
     model = ServedModel(
         name=settings.client_name,
         tokenizer=loaded.tokenizer,
-        detokenizer=core.detokenizer,
         scope=core.scope,
-        max_context=min(loaded.max_context, core.engine.max_tokens),
+        max_context=core.engine.max_tokens,
         vocab_size=loaded.vocab_size,
         created=int(time.time()),
         promise=core.promise,
@@ -60,7 +59,7 @@ def served_models(core: Backend, settings: ModelSection) -> Mapping[str, ServedM
             adapter=name,
             parent=model.name,
         )
-        for name, digest in loaded.adapters.digests.items()
+        for name, digest in core.adapters.items()
     ]
     return {each.name: _with_exactness(each, core, exact) for each in (model, *adapted)}
 

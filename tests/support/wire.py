@@ -10,7 +10,6 @@ import time
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, cast
 
 from api.access.auth import Gatekeeper, Salts
@@ -56,7 +55,6 @@ from engine.request import (
     TokenLogprob,
 )
 from engine.structure import Compiler
-from engine.text.detokenizer import IncrementalDetokenizer
 from tiers.blocks.keys import CacheScope
 from tiers.errors import MissReason
 
@@ -375,7 +373,6 @@ def byte_model(
     return ServedModel(
         name=name,
         tokenizer=tokenizer,
-        detokenizer=partial(IncrementalDetokenizer, tokenizer),
         scope=CacheScope(weights=b"w", tokenizer=b"t", layout=b"l"),
         max_context=max_context,
         vocab_size=VOCAB_SIZE,

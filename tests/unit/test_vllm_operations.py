@@ -6,7 +6,7 @@ from contextlib import closing
 import pytest
 
 from cachesvc.server.vllm import node_operations as module
-from cachesvc.server.vllm.core import ElsewhereError
+from cachesvc.server.vllm.node import ElsewhereError
 from cachesvc.server.vllm.node_operations import NodeOperations
 from cachesvc.vllm.groups import KvGroup
 from cachesvc.vllm.identity import group_roots, rank_roots
@@ -189,7 +189,7 @@ def test_a_pin_that_one_layout_refuses_leaves_all_as_they_were(parts, path, monk
         ask = NodeClient.operate
 
         def refuse(node, what, **about):
-            if what == "pin" and node is cache._pins._nodes[GROUPS[2].layout]:
+            if what == "pin" and node is cache._nodes[GROUPS[2].layout]:
                 return {"refused": "no room", "excess": 1}
             return ask(node, what, **about)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import orjson
 
@@ -16,8 +16,8 @@ from api.relay.protocol import CHAT, COMPLETIONS, RESPONSES
 from api.served_model import Endpoint
 from cachesvc.config.errors import ConfigError
 from cachesvc.config.settings import Settings
-from cachesvc.server.vllm.core import CoreElsewhere, ModelElsewhere, NoBlocks, cache_stats
-from cachesvc.server.vllm.elsewhere import asked_context
+from cachesvc.server.vllm.arguments import asked_context
+from cachesvc.server.vllm.core import CoreElsewhere, NoBlocks, cache_stats
 from engine.engine import EngineStats
 from engine.errors import ModelError, RemoteFault
 from engine.hardware import run_apart
@@ -56,6 +56,10 @@ class NoTokens:
             "This model's requests pass to an endpoint that gives no tokens, so nothing can be "
             "tokenized, counted, quoted or kept here."
         )
+
+    @property
+    def tokenizer(self) -> Any:
+        return self
 
     encode = decode = render = token_bytes = compile = _refuse
 
@@ -162,9 +166,7 @@ def build(
     stats = cache_stats(layout, NodeCounters())
     relay = RelayEngine(operations, stats, on_outputs, sites, max_context)
     return CoreElsewhere(
-        loaded=ModelElsewhere(
-            name=name, tokenizer=tokens, vocab_size=tokens.vocab_size, max_context=max_context
-        ),
+        loaded=tokens,
         layout=layout,
         scope=CacheScope(weights=f"{engine.urls[0]} {model}".encode(), tokenizer=b"elsewhere"),
         operations=operations,

@@ -4,18 +4,17 @@ This process has no blocks. What operators see comes from the engine and from it
 they change is changed in the node.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, Never, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Never, Protocol, TypeVar
 
 from api.served_model import Endpoint, EngineClient
+from cachesvc.server.vllm.node import ElsewhereError
 from engine.engine import EngineStats
-from engine.errors import EngineError
 from engine.promise import Promise
 from engine.structure import Compiler
-from engine.text.detokenizer import IncrementalDetokenizer
 from tiers.blocks.chain import Chain
 from tiers.blocks.keys import CacheScope, PrefixKey
 from tiers.blocks.layout import BlockLayout
@@ -27,21 +26,10 @@ from tiers.stats import CacheStats
 from tiers.steady_clock import SteadyClock
 from tiers.tier import TierName, TierStats
 
+if TYPE_CHECKING:
+    from cachesvc.server.vllm.node_operations import NodeOperations
+
 T = TypeVar("T")
-
-
-class ElsewhereError(EngineError):
-    """The blocks are not in this process; the message says where they are."""
-
-
-class BlocksElsewhere(CacheOperations, Protocol):
-    """The operations on blocks in another process, and what it counts."""
-
-    @property
-    def counters(self) -> NodeCounters: ...
-
-    def tell_owners(self, owners: Mapping[PrefixKey, str]) -> None:
-        """Passes the owners of scopes on, for quotas."""
 
 
 class ServedEngine(EngineClient, Protocol):
@@ -57,36 +45,19 @@ class ServedEngine(EngineClient, Protocol):
     def stats(self) -> EngineStats: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Adapters:
-    """LoRA adapters by name, with the content digests used in scopes."""
-
-    digests: Mapping[str, bytes] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelElsewhere:
-    """The part of the served model that the wire needs."""
-
-    name: str
-    tokenizer: Any
-    vocab_size: int
-    max_context: int
-    adapters: Adapters = field(default_factory=Adapters)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoreElsewhere:
     """A `Backend`. `opened` closes the engine and what runs beside it."""
 
-    loaded: ModelElsewhere
+    loaded: Any  # it has the tokenizer and the vocab_size
     layout: BlockLayout
     scope: CacheScope
-    operations: BlocksElsewhere
+    operations: "NodeOperations | NoBlocks"
     engine: ServedEngine
     grammars: Compiler  # what it refuses does not reach an engine that others share
     promise: Promise
     opened: ExitStack
+    adapters: Mapping[str, bytes] = field(default_factory=dict)  # digests by name
     facts: Mapping[str, str] = field(default_factory=dict)
     endpoint: Endpoint | None = None  # where requests pass to as they are
     disk_view: None = None  # the node has the disk
@@ -101,6 +72,7 @@ class CoreElsewhere:
         """Does nothing: the engine is warm."""
 
     def tell_owners(self, owners: Mapping[PrefixKey, str]) -> None:
+        """Passes the owners of scopes on, for quotas."""
         self.operations.tell_owners(owners)
 
     def close(self) -> int:
@@ -108,14 +80,9 @@ class CoreElsewhere:
         self.opened.close()
         return 0
 
-    def detokenizer(
-        self, stop: Sequence[str], *, shown: Sequence[str] = ()
-    ) -> IncrementalDetokenizer:
-        return IncrementalDetokenizer(self.loaded.tokenizer, stop, shown=shown)
-
 
 class NoBlocks:
-    """`BlocksElsewhere` where only the engine keeps blocks."""
+    """The operations on blocks where only the engine keeps them."""
 
     def __init__(self) -> None:
         self.counters = NodeCounters()

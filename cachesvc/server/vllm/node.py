@@ -1,4 +1,4 @@
-"""The node of a server's vLLM engine: finds or starts it, and watches it.
+"""The node of a server's vLLM engine: finds or starts it.
 
 A node that the server starts is a process in its own session. It outlives the server, and the next
 server finds its blocks in memory. `cachesvc node --stop` ends it.
@@ -8,15 +8,14 @@ import contextlib
 import logging
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from cachesvc.config.sections import CacheSection, ZmqTable
 from cachesvc.config.vllm import node_environment
 from cachesvc.operator.quotas import labelled
 from cachesvc.server.remote import remote_settings
+from engine.errors import EngineError
 from tiers.errors import ConfigurationError, NodeError
 from tiers.node.client import NodeClient
 from tiers.node.counters import NodeCounters
@@ -24,9 +23,12 @@ from tiers.node.counters import NodeCounters
 logger = logging.getLogger(__name__)
 
 START_S = 60.0
-LOOK_S = 1.0
-_TIMEOUT_S = 5.0
+TIMEOUT_S = 5.0
 _RUN = "import sys; from cachesvc.cli import main; sys.argv[0] = 'cachesvc'; main()"
+
+
+class ElsewhereError(EngineError):
+    """The blocks are not in this process; the message says where they are."""
 
 
 def ensure_node(
@@ -81,59 +83,8 @@ def ensure_node(
 
 def _answer_of(socket: Path) -> NodeCounters | None:
     try:
-        with contextlib.closing(NodeClient(socket, timeout_s=_TIMEOUT_S)) as client:
+        with contextlib.closing(NodeClient(socket, timeout_s=TIMEOUT_S)) as client:
             client.open()
             return NodeCounters(client.stats())
     except NodeError:
         return None
-
-
-class NodeWatch:
-    """The node's counters, read every second; none while it does not answer.
-
-    `on_joined` is called on the watch's thread with each new connection, because the node may be a
-    new one.
-    """
-
-    def __init__(self, socket: Path, on_joined: Callable[[NodeClient], None]) -> None:
-        self._client = NodeClient(socket, timeout_s=_TIMEOUT_S)
-        self._on_joined = on_joined
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._look, name="cachesvc-node-watch", daemon=True)
-        self._lock = threading.Lock()  # of the connection
-        self.counters = NodeCounters()
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def look(self) -> None:
-        """Reads the counters now."""
-        with self._lock:
-            self._read()
-
-    def join_again(self) -> None:
-        """Reconnects now, so that `on_joined` is called."""
-        with self._lock:
-            self._client.close()
-            self._read()
-
-    def _read(self) -> None:
-        try:
-            if not self._client.is_connected:
-                self._client.open()
-                self._on_joined(self._client)
-            self.counters = NodeCounters(self._client.stats())
-        except NodeError as error:
-            logger.debug(f"the node's counters cannot be read: {error}")
-            self.counters = NodeCounters()
-            self._client.close()
-
-    def close(self) -> None:
-        self._ended.set()
-        if self._thread.is_alive():
-            self._thread.join()
-        self._client.close()
-
-    def _look(self) -> None:
-        while not self._ended.wait(LOOK_S):
-            self.look()

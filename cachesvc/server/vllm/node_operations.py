@@ -14,20 +14,17 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, TypeVar
 
-from cachesvc.server.vllm.core import ElsewhereError
-from cachesvc.server.vllm.node import NodeWatch
+from cachesvc.server.vllm.node import TIMEOUT_S, ElsewhereError
 from cachesvc.server.vllm.node_pins import NodePins
-from cachesvc.server.vllm.node_prefixes import KvParts
+from cachesvc.server.vllm.node_prefixes import KvParts, KvPrefix, Nodes
 from cachesvc.vllm.groups import KvGroup
 from engine.errors import RemoteFault
-from tiers.blocks.chain import Chain, KeyedPrefix
-from tiers.blocks.keys import BlockId, PrefixKey
-from tiers.blocks.layout import BlockLayout
+from tiers.blocks.chain import Chain
+from tiers.blocks.keys import PrefixKey
+from tiers.errors import NodeError
 from tiers.node.client import NodeClient
 from tiers.node.counters import NodeCounters
 from tiers.operations.below import done
-from tiers.policy.retention import Pin
-from tiers.steady_clock import SteadyClock
 from tiers.tier import Purged, Removed, TierName
 
 logger = logging.getLogger(__name__)
@@ -37,38 +34,12 @@ FORGET_S = 30.0  # how long to try to empty vLLM's own cache
 STORE_S = 10.0  # time to store a request's blocks after its end
 PUBLISH_S = 8.0
 LOOK_S = 0.02
+WATCH_S = 1.0  # between two readings of the node's counters
 T = TypeVar("T")
 
 
-class _Nodes:
-    """Connections for slow work, one for each layout that is asked for. One thread."""
-
-    def __init__(self, socket: Path) -> None:
-        self._socket = socket
-        self._nodes: dict[BlockLayout, NodeClient] = {}
-
-    def __getitem__(self, layout: BlockLayout) -> NodeClient:
-        if layout not in self._nodes:
-            node = NodeClient(self._socket, layout, timeout_s=SLOW_S)
-            node.connect()
-            self._nodes[layout] = node
-        return self._nodes[layout]
-
-    def held(self, layout: BlockLayout, run: Sequence[BlockId]) -> list[TierName]:
-        """The tiers of the leading blocks that the node has."""
-        return self[layout].probe(run)
-
-    def sent(self, layout: BlockLayout, run: Sequence[BlockId]) -> list[TierName]:
-        """Send these blocks to the store. Returns as many tiers as leading ones are there."""
-        return [TierName.REMOTE] * self[layout].publish(run)
-
-    def close(self) -> None:
-        for node in self._nodes.values():
-            node.close()
-
-
-class NodeOperations:
-    """`BlocksElsewhere` in the node at `socket`, below the engine that has these groups.
+class NodeOperations(NodePins):
+    """The operations on blocks in the node at `socket`, below the engine that has these groups.
 
     `forget` empties vLLM's own cache. `in_flight` returns the running requests. `start` begins to
     read the node's counters.
@@ -83,76 +54,70 @@ class NodeOperations:
         forget: Callable[[], bool],
         in_flight: Callable[[], frozenset[str]],
     ) -> None:
+        super().__init__(socket, KvParts(tuple(groups), num_ranks))
         self._socket = socket
-        self._parts = KvParts(tuple(groups), num_ranks)
-        self._pins = NodePins(socket, self._parts)
-        self._watch = NodeWatch(socket, self._introduce)
-        self._clock = SteadyClock()
         self._forget = forget
         self._in_flight = in_flight
         self._threads = ThreadPoolExecutor(4, thread_name_prefix="cachesvc-node-operate")
         self._ended = threading.Event()
+        self._watching = threading.Thread(
+            target=self._watch, name="cachesvc-node-watch", daemon=True
+        )
+        self._client = NodeClient(socket, timeout_s=TIMEOUT_S)  # that reads the counters
+        self._lock = threading.Lock()  # of it
         self._owners: Mapping[PrefixKey, str] = {}
+        self.counters = NodeCounters()  # as they were read last; none while it does not answer
 
     def start(self) -> None:
-        self._pins.pins()  # makes the node open the layouts' tiers
-        self._watch.look()
-        self._watch.start()
-
-    @property
-    def counters(self) -> NodeCounters:
-        """As they were read last; none while the node does not answer."""
-        return self._watch.counters
+        self.pins()  # makes the node open the layouts' tiers
+        self._look()
+        self._watching.start()
 
     def tell_owners(self, owners: Mapping[PrefixKey, str]) -> None:
         """Passes the owners of scopes to the node for quotas, now and after its next start."""
-        self._owners = owners
-        self._watch.join_again()
+        with self._lock:
+            self._owners = owners
+            self._client.close()
+        self._look()
 
-    def _introduce(self, node: NodeClient) -> None:
-        """Sends the owners to a newly joined node. Raises NodeError."""
-        if self._owners:
-            node.know(
-                {each: name for root, name in self._owners.items() for each in self._roots(root)}
-            )
+    def _look(self) -> None:
+        """Reads the counters now. A node that is joined, which may be a new one, learns owners."""
+        with self._lock:
+            try:
+                if not self._client.is_connected:
+                    self._client.open()
+                    roots = {root: self._roots(root) for root in self._owners}
+                    owners = {k: self._owners[root] for root, keys in roots.items() for k in keys}
+                    if owners:
+                        self._client.know(owners)
+                self.counters = NodeCounters(self._client.stats())
+            except NodeError as error:
+                logger.debug(f"the node's counters cannot be read: {error}")
+                self.counters = NodeCounters()
+                self._client.close()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(WATCH_S):
+            self._look()
 
     def _roots(self, root: PrefixKey) -> list[PrefixKey]:
         """The roots of every group's blocks of a scope, on every rank."""
         return [each for group in self._parts.roots(root) for each in group]
 
     def close(self) -> None:
-        self._watch.close()
         self._ended.set()
+        if self._watching.is_alive():
+            self._watching.join()
+        self._client.close()
         self._threads.shutdown(cancel_futures=True)
-        self._pins.close()
-
-    @property
-    def now_s(self) -> float:
-        return self._clock()
-
-    def pin(
-        self,
-        name: str,
-        prefix: Chain | KeyedPrefix,
-        until_s: float,
-        why: str = "",
-        *,
-        owner: str = "",
-    ) -> Pin[PrefixKey]:
-        return self._pins.pin(name, prefix, until_s - self.now_s, why, owner)
-
-    def unpin(self, name: str) -> bool:
-        return self._pins.unpin(name)
-
-    def pins(self) -> list[Pin[PrefixKey]]:
-        return self._pins.pins()
+        super().close()
 
     # Calls whose results come later.
 
     def saved(self) -> "Future[None]":
         """Done once the pins of every layout are on disk."""
 
-        def saved(nodes: _Nodes) -> None:
+        def saved(nodes: Nodes) -> None:
             for layout in self._parts.layouts:
                 nodes[layout].operate("saved")
 
@@ -163,9 +128,9 @@ class NodeOperations:
         store, once that is all that can be or the time is over; 0 of a private one."""
         if chain.private:
             return done(0)
-        prefix = self._parts.prefix(chain)
+        prefix = KvPrefix(self._parts, chain)
 
-        def publish(nodes: _Nodes) -> int:
+        def publish(nodes: Nodes) -> int:
             give_up = time.monotonic() + PUBLISH_S
             while True:
                 num_sent = prefix.held(nodes.sent)
@@ -179,16 +144,13 @@ class NodeOperations:
 
     def purge(self, roots: Collection[PrefixKey]) -> "Future[Purged]":
         result: Future[Purged] = Future()
-        work = threading.Thread(
-            target=self._purge, args=(roots, result), name="cachesvc-node-purge", daemon=True
-        )
-        work.start()
+        threading.Thread(target=self._purge, args=(roots, result), daemon=True).start()
         return result
 
     def _purge(self, roots: Collection[PrefixKey], result: "Future[Purged]") -> None:
         every = [each.hex() for root in roots for each in self._roots(root)]
         try:
-            with closing(_Nodes(self._socket)) as nodes:
+            with closing(Nodes(self._socket, SLOW_S)) as nodes:
                 answers = [
                     nodes[layout].operate("purge", roots=every) for layout in self._parts.layouts
                 ]
@@ -218,9 +180,9 @@ class NodeOperations:
                 raise ElsewhereError(f"vLLM did not empty its own cache: {why}; purge again")
             time.sleep(0.1)
 
-    def _later(self, work: "Callable[[_Nodes], T]") -> "Future[T]":
+    def _later(self, work: "Callable[[Nodes], T]") -> "Future[T]":
         def run() -> T:
-            with closing(_Nodes(self._socket)) as nodes:
+            with closing(Nodes(self._socket, SLOW_S)) as nodes:
                 return work(nodes)
 
         return self._threads.submit(run)

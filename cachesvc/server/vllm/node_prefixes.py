@@ -6,6 +6,7 @@ their own, which follow from the tokens.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from cachesvc.vllm.chains import RequestChains
 from cachesvc.vllm.groups import KvGroup, alignment
@@ -14,11 +15,45 @@ from cachesvc.vllm.lookup import longest_prefix, probe_ranks
 from tiers.blocks.chain import Chain
 from tiers.blocks.keys import TOKEN_BYTES, BlockId, PrefixKey
 from tiers.blocks.layout import BlockLayout
+from tiers.node.client import NodeClient
 from tiers.tier import TierName
 
 # The tiers of the leading blocks of a run, of this layout.
 Held = Callable[[BlockLayout, Sequence[BlockId]], list[TierName]]
 KeysByLayout = dict[BlockLayout, list[PrefixKey]]
+
+
+class Nodes:
+    """Connections to the node at `socket`, one for each layout that is asked for. One thread.
+
+    Everything raises NodeError; what is asked next connects again.
+    """
+
+    def __init__(self, socket: Path, timeout_s: float) -> None:
+        self._socket = socket
+        self._timeout_s = timeout_s
+        self._nodes: dict[BlockLayout, NodeClient] = {}
+
+    def __getitem__(self, layout: BlockLayout) -> NodeClient:
+        node = self._nodes.get(layout)
+        if node is None:
+            node = NodeClient(self._socket, layout, timeout_s=self._timeout_s)
+            self._nodes[layout] = node
+        if not node.is_connected:
+            node.connect()
+        return node
+
+    def held(self, layout: BlockLayout, run: Sequence[BlockId]) -> list[TierName]:
+        """The tiers of the leading blocks that the node has."""
+        return self[layout].probe(run)
+
+    def sent(self, layout: BlockLayout, run: Sequence[BlockId]) -> list[TierName]:
+        """Send these blocks to the store. Returns as many tiers as leading ones are there."""
+        return [TierName.REMOTE] * self[layout].publish(run)
+
+    def close(self) -> None:
+        for node in self._nodes.values():
+            node.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,19 +77,15 @@ class KvParts:
         """Of a scope's blocks: for each group, on each rank."""
         return [rank_roots(each, self.num_ranks) for each in group_roots(root, len(self.groups))]
 
-    def prefix(self, chain: Chain) -> "KvPrefix":
-        tokens = b"".join(chain.chunks) + chain.tail
-        return KvPrefix(self, chain.root, tokens)
-
 
 class KvPrefix:
     """The parts of one prefix, made when they are needed."""
 
-    def __init__(self, parts: KvParts, root: PrefixKey, tokens: bytes) -> None:
+    def __init__(self, parts: KvParts, chain: Chain) -> None:
+        tokens = b"".join(chain.chunks) + chain.tail
         self._groups = parts.groups
-        self._chains = RequestChains(parts.groups, parts.roots(root), tokens)
-        self.num_tokens = len(tokens) // TOKEN_BYTES
-        self.num_blocks = self.num_tokens // parts.groups[0].block_size
+        self._chains = RequestChains(parts.groups, parts.roots(chain.root), tokens)
+        self._num_tokens = len(tokens) // TOKEN_BYTES
 
     def held(self, held: Held) -> int:
         """The number of leading blocks from whose end every group can resume, by what is `held`."""
@@ -63,13 +94,13 @@ class KvPrefix:
             layout = self._groups[number].layout
             return probe_ranks(lambda run: held(layout, run), runs)
 
-        end = self.num_tokens // alignment(self._groups) * alignment(self._groups)
+        end = self._num_tokens // alignment(self._groups) * alignment(self._groups)
         return len(longest_prefix(self._groups, probe, self._chains, 0, end))
 
     def is_whole(self, held: Held) -> bool:
         """Whether all blocks of the groups that need them all are `held`."""
         for number, group in enumerate(self._groups):
-            for run in self._chains.ids(number, 0, self.num_tokens // group.block_size):
+            for run in self._chains.ids(number, 0, self._num_tokens // group.block_size):
                 if group.is_whole and len(held(group.layout, run)) < len(run):
                     return False
         return True
@@ -81,17 +112,17 @@ class KvPrefix:
         Those of the first group on the first rank come first.
         """
         step = alignment(self._groups)
-        last = self.num_tokens // step * step
-        same = max(0, self.num_tokens - 1) // step * step  # of a prompt that has no more tokens
+        last = self._num_tokens // step * step
+        same = max(0, self._num_tokens - 1) // step * step  # of a prompt that has no more tokens
         ends = {same, last}
         if any(not group.is_whole for group in self._groups):
             ends.add(self.held(held) * self._groups[0].block_size)
         found: dict[BlockLayout, dict[PrefixKey, None]] = {}
         for number, group in enumerate(self._groups):
             size = group.block_size
-            places = set(range(self.num_tokens // size if group.is_whole else 0))
+            places = set(range(self._num_tokens // size if group.is_whole else 0))
             places |= {n for end in ends for n in range(group.first(end), end // size)}
             keys = found.setdefault(group.layout, {})
-            for run in self._chains.ids(number, 0, self.num_tokens // size):
+            for run in self._chains.ids(number, 0, self._num_tokens // size):
                 keys.update(dict.fromkeys(run[place].key for place in sorted(places)))
         return {layout: list(keys) for layout, keys in found.items()}
