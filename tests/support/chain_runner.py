@@ -62,10 +62,7 @@ class ChainRunner(StatelessRunner):
     """
 
     def __init__(
-        self,
-        pool: torch.Tensor,
-        vocab_size: int = 50,
-        adapters: Mapping[str, bytes] | None = None,
+        self, pool: torch.Tensor, vocab_size: int = 50, adapters: Mapping[str, bytes] | None = None
     ) -> None:
         self._adapters = adapters or {}
         self._rows = pool.view(torch.int32).numpy()  # [num_blocks, layers, 2, block_size, 1, 2]
@@ -134,10 +131,7 @@ def content_at(contents: Sequence[Content], position: int) -> bytes:
 
 
 def choose(
-    value: int,
-    vocab_size: int,
-    seed: int | None = None,
-    allowed: NDArray[np.int32] | None = None,
+    value: int, vocab_size: int, seed: int | None = None, allowed: NDArray[np.int32] | None = None
 ) -> int:
     """The token that follows a KV, among those `allowed`. It varies with the seed."""
     number = (value ^ (seed or 0)) & 0x7FFFFFFF

@@ -238,9 +238,7 @@ def _bytes_tokenizer(more: Sequence[str] = ()) -> PreTrainedTokenizerFast:
     for token in ("<|im_end|>", "<|im_start|>", *more):
         fast.add_tokens([AddedToken(token, special=True, normalized=False)])
     return PreTrainedTokenizerFast(
-        tokenizer_object=fast,
-        eos_token="<|im_end|>",
-        chat_template=CHAT_TEMPLATE,
+        tokenizer_object=fast, eos_token="<|im_end|>", chat_template=CHAT_TEMPLATE
     )
 
 

@@ -55,9 +55,9 @@ class _Handler(Handler):
             self.play(whole, of_json)
 
 
-def named(document: Mapping[str, Any]) -> bytes:
+def named(kind: str, **more: Any) -> bytes:
     """An event with its type as its name."""
-    return b"event: %s\n" % document["type"].encode() + event(document)
+    return b"event: %s\n" % kind.encode() + event({"type": kind, **more})
 
 
 def _chat(delta: Mapping[str, Any], finish: str | None = None) -> bytes:
@@ -88,11 +88,17 @@ MESSAGES_USAGE = {
 }
 _MESSAGE = {"id": "msg_1", "type": "message", "role": "assistant", "model": "up"}
 _RESPONSE = {"id": "resp_1", "object": "response", "model": "up", "output": []}
-_SAID = {
-    "type": "message",
-    "role": "assistant",
-    "content": [{"type": "output_text", "text": "Hi!"}],
-}
+_TEXT = {"type": "output_text", "text": "Hi!"}
+_SAID = {"type": "message", "role": "assistant", "content": [_TEXT]}
+_DONE = {**_RESPONSE, "output": [_SAID], "usage": RESPONSES_USAGE}
+_STOP = {"stop_reason": "end_turn", "stop_sequence": None}
+
+
+def _of_block(delta: str) -> bytes:
+    text = {"type": "text_delta", "text": delta}
+    return named("content_block_delta", index=0, delta=text)
+
+
 USAGE_CHUNK = event({"id": "c-1", "choices": [], "usage": OPENAI_USAGE})
 
 # What comes before the text, the text in three events, the end without and with the usage, a close.
@@ -113,79 +119,33 @@ STREAMS: Mapping[str, tuple[list[bytes], list[bytes], list[bytes], list[bytes], 
     ),
     MESSAGES: (
         [
-            named({"type": "message_start", "message": {**_MESSAGE, "content": [], "usage": None}}),
-            named(
-                {
-                    "type": "content_block_start",
-                    "index": 0,
-                    "content_block": {"type": "text", "text": ""},
-                }
-            ),
+            named("message_start", message={**_MESSAGE, "content": [], "usage": None}),
+            named("content_block_start", index=0, content_block={"type": "text", "text": ""}),
         ],
-        [
-            named(
-                {
-                    "type": "content_block_delta",
-                    "index": 0,
-                    "delta": {"type": "text_delta", "text": text},
-                }
-            )
-            for text in ("H", "i", "!")
-        ],
-        [named({"type": "content_block_stop", "index": 0})],
-        [
-            named(
-                {
-                    "type": "message_delta",
-                    "delta": {"stop_reason": "end_turn", "stop_sequence": None},
-                    "usage": MESSAGES_USAGE,
-                }
-            )
-        ],
-        [named({"type": "message_stop"})],
+        [_of_block(text) for text in ("H", "i", "!")],
+        [named("content_block_stop", index=0)],
+        [named("message_delta", delta=_STOP, usage=MESSAGES_USAGE)],
+        [named("message_stop")],
     ),
     RESPONSES: (
-        [named({"type": "response.created", "response": {**_RESPONSE, "usage": None}})],
+        [named("response.created", response={**_RESPONSE, "usage": None})],
         [
-            named({"type": "response.output_text.delta", "output_index": 0, "delta": text})
+            named("response.output_text.delta", output_index=0, delta=text)
             for text in ("H", "i", "!")
         ],
-        [named({"type": "response.output_text.done", "output_index": 0, "text": "Hi!"})],
-        [
-            named(
-                {
-                    "type": "response.completed",
-                    "response": {**_RESPONSE, "output": [_SAID], "usage": RESPONSES_USAGE},
-                }
-            )
-        ],
+        [named("response.output_text.done", output_index=0, text="Hi!")],
+        [named("response.completed", response=_DONE)],
         [],
     ),
 }
+_CHOICE = {"index": 0, "finish_reason": "stop"}
+_ANSWER = {"role": "assistant", "content": "Hi!"}
+_CONTENT = [{"type": "text", "text": "Hi!"}]
 WHOLE: Mapping[str, dict[str, Any]] = {
-    CHAT: {
-        "id": "c-1",
-        "choices": [
-            {
-                "index": 0,
-                "message": {"role": "assistant", "content": "Hi!"},
-                "finish_reason": "stop",
-            }
-        ],
-        "usage": OPENAI_USAGE,
-    },
-    COMPLETIONS: {
-        "id": "t-1",
-        "choices": [{"index": 0, "text": "Hi!", "finish_reason": "stop"}],
-        "usage": OPENAI_USAGE,
-    },
-    MESSAGES: {
-        **_MESSAGE,
-        "content": [{"type": "text", "text": "Hi!"}],
-        "stop_reason": "end_turn",
-        "usage": MESSAGES_USAGE,
-    },
-    RESPONSES: {**_RESPONSE, "output": [_SAID], "status": "completed", "usage": RESPONSES_USAGE},
+    CHAT: {"id": "c-1", "choices": [{**_CHOICE, "message": _ANSWER}], "usage": OPENAI_USAGE},
+    COMPLETIONS: {"id": "t-1", "choices": [{**_CHOICE, "text": "Hi!"}], "usage": OPENAI_USAGE},
+    MESSAGES: {**_MESSAGE, "content": _CONTENT, "stop_reason": "end_turn", "usage": MESSAGES_USAGE},
+    RESPONSES: {**_DONE, "status": "completed"},
 }
 BODIES: Mapping[str, dict[str, Any]] = {
     CHAT: {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8},

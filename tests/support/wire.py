@@ -172,10 +172,7 @@ class ScriptedEngine:
             self._changed.notify()
 
     def abort(
-        self,
-        request_id: str,
-        reason: FinishReason = FinishReason.ABORT,
-        index: int | None = None,
+        self, request_id: str, reason: FinishReason = FinishReason.ABORT, index: int | None = None
     ) -> None:
         with self._changed:
             self.aborts.append((request_id, reason, index))

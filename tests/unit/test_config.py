@@ -70,30 +70,21 @@ def test_a_setting_is_shown_in_its_unit(name, value, text):
 
 
 def test_flags_win_over_environment_over_file_over_default(tmp_path, monkeypatch):
-    path = write(
-        tmp_path, '[server]\nhost = "a"\nport = 1\ndrain = "1m"\n[cache]\nblock_size = 32\n'
-    )
+    text = '[server]\nhost = "a"\nport = 1\ndrain = "1m"\n[cache]\nblock_size = 32\n'
+    path = write(tmp_path, text)
+    monkeypatch.setenv("CACHESVC_CONFIG", str(path))  # which names the file where no flag does
     monkeypatch.setenv("CACHESVC_SERVER__PORT", "2")
     monkeypatch.setenv("CACHESVC_SERVER__HOST", "b")
-    loaded = load_settings({"server.host": "c", "cache.block_size": None}, path)
+    loaded = load_settings({"server.host": "c", "cache.block_size": None})
 
     server = loaded.settings.server
-    assert ("c", 2, 60.0, 32) == (
-        server.host,
-        server.port,
-        server.drain,
-        loaded.settings.cache.block_size,
-    )
+    assert ("c", 2, 60.0) == (server.host, server.port, server.drain)
+    assert 32 == loaded.settings.cache.block_size
     origins = {row.name: row.origin for row in loaded.rows()}
     assert "flag" == origins["server.host"]
     assert "env CACHESVC_SERVER__PORT" == origins["server.port"]
     assert str(path) == origins["server.drain"] == origins["cache.block_size"]
     assert "default" == origins["cache.write_policy"]
-
-
-def test_the_environment_may_name_the_file(tmp_path, monkeypatch):
-    monkeypatch.setenv("CACHESVC_CONFIG", str(write(tmp_path, "[server]\nport = 7\n")))
-    assert 7 == load_settings().settings.server.port
 
 
 def test_the_data_directory_follows_the_environment(tmp_path, monkeypatch):
@@ -103,6 +94,9 @@ def test_the_data_directory_follows_the_environment(tmp_path, monkeypatch):
     assert Path("/srv/cachesvc") == load_settings().settings.server.data_dir
 
 
+A = "[[models]]\nname = 'a'\n"
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -110,14 +104,16 @@ def test_the_data_directory_follows_the_environment(tmp_path, monkeypatch):
         ("[cash]\nblock_size = 1\n", r"unknown setting cash in .*did you mean cache\?"),
         ("port = 1\n", r"unknown setting port in .*\.toml; did you mean server\.port\?"),
         ("cache = 1\n", r"cache in .*\.toml is a section: write \[cache\] above its settings"),
-        (
-            "[cache]\npromotion = 'auto'\n",
-            r"cache\.promotion in .*\.toml was removed: the sizes of",
-        ),
+        ("[cache]\npromotion = 'auto'\n", r"cache\.promotion in .* was removed: the sizes of"),
         ("[cache]\ndevice_bytes = '12 bananas'\n", r"cache\.device_bytes = '12 bananas' \(from /"),
         ("[server]\nport = 70000\n", r"server\.port = 70000 .* less than or equal to 65535"),
         ("[cache]\npolicy = 'lru'\n", r"cache\.policy in .*\.toml was removed: the block that was"),
         ("[server\n", "is not valid TOML"),
+        ("[[models]]\nname = 'a'\nsize = 1\n", "models = 1 .*table 1: size: Extra"),
+        ("[[models]]\nengine = 'ftp://a'\n", "table 1: engine: 'ftp://a' is no engine"),
+        (f"{A}[[models]]\nname = 'b'\nengine = 'vllm'\n", "one server has one engine of its own"),
+        (f"model.name = 'b'\n{A}", r"model.name \(from .*is of one model, and .*give it there"),
+        (f"engine.key = 'k'\n{A}", "engine.key .*is of one model"),
         *(
             (f"[server]\ncors_origins = ['http://ok:3000', '{wrong}']\n", rf"{wrong}' is no origin")
             for wrong in ("https://A.example", "https://a.example/", "http://a:80", "null", "a.b")
@@ -127,13 +123,6 @@ def test_the_data_directory_follows_the_environment(tmp_path, monkeypatch):
 def test_a_wrong_file_stops_the_start_and_says_why(tmp_path, text, message):
     with pytest.raises(ConfigError, match=message):
         load_settings(config_file=write(tmp_path, text))
-
-
-def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(
-        ConfigError, match=r"cannot read the config file .*nope\.toml: No such file"
-    ):
-        load_settings(config_file=tmp_path / "nope.toml")
 
 
 def test_a_mistyped_variable_is_refused_and_the_nearest_named(monkeypatch):
@@ -150,11 +139,13 @@ def test_a_variable_of_several_values_is_json(monkeypatch):
         load_settings()
 
 
-def test_an_adapter_is_not_named_as_the_model():
-    with pytest.raises(ConfigError, match="a name other than the model"):
-        load_settings({"model.name": "big", "model.adapters": {"big": "x/y"}})
-    with pytest.raises(ConfigError, match="a name other than the model"):
-        load_settings({"model.adapters": {" ": "x/y"}})
+def test_an_adapter_has_a_name_of_its_own():
+    for wrong in (
+        {"model.name": "big", "model.adapters": {"big": "x"}},
+        {"model.adapters": {" ": "x"}},
+    ):
+        with pytest.raises(ConfigError, match="a name other than the model"):
+            load_settings(wrong)
 
 
 def test_settings_have_help_texts_and_never_change():
@@ -170,9 +161,7 @@ def test_a_removed_setting_is_refused_by_name_with_what_to_do(tmp_path, monkeypa
     with pytest.raises(ConfigError, match=f"the setting {name} in .* was removed: "):
         load_settings({}, write(tmp_path, f"[{section}]\n{key} = 1\n"))
     monkeypatch.setenv(env_name(name), "1")
-    with pytest.raises(
-        ConfigError, match=f"the setting {name} in the environment .* was removed: "
-    ):
+    with pytest.raises(ConfigError, match=f"{name} in the environment .* was removed: "):
         load_settings()
 
 
@@ -200,10 +189,7 @@ def test_where_events_go_is_an_address_or_a_table(tmp_path, monkeypatch):
         ("[cache]\nwrite_policy = 'redis://me:geheim@host/0'\n", r"redis://me:\*\*\*@host/0"),
         ("[engine]\nkey = 'geheim und lang'\n", r"engine.key = \*\*\* .*: a key has no spaces"),
         ("[[models]]\nkey = 'geheim und lang'\n", r"models = \*\*\* .*table 1: key: a key has no"),
-        (
-            "[[models]]\nname = 'a'\n[[models]]\nname = 'a'\nkey = 'geheim'\n",
-            r"models \(from .*two models are called 'a'",
-        ),
+        (f"{A}{A}key = 'geheim'\n", r"models \(from .*two models are called 'a'"),
     ],
 )
 def test_an_error_masks_a_password_or_key(tmp_path, text, shown):
@@ -237,27 +223,6 @@ def test_each_of_several_models_has_its_own_settings_and_the_rest_of_the_file(tm
     assert "name=a, engine=http://a:1" in told and "geheim" not in told
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("[[models]]\nname = 'a'\nsize = 1\n", "models = 1 .*table 1: size: Extra"),
-        ("[[models]]\nengine = 'ftp://a'\n", "table 1: engine: 'ftp://a' is no engine"),
-        (
-            "[[models]]\nname = 'a'\n[[models]]\nname = 'b'\nengine = 'vllm'\n",
-            "one server has one engine of its own",
-        ),
-        (
-            "model.name = 'b'\n[[models]]\nname = 'a'\n",
-            r"model.name \(from .*is of one model, and \[\[models\]\] .*give it there",
-        ),
-        ("engine.key = 'k'\n[[models]]\nname = 'a'\n", "engine.key .*is of one model"),
-    ],
-)
-def test_a_list_of_models_that_cannot_be_served_is_refused(tmp_path, text, message):
-    with pytest.raises(ConfigError, match=message):
-        load_settings(config_file=write(tmp_path, text))
-
-
 def test_settings_that_the_chosen_engine_does_not_read_are_named():
     """A new setting of these sections is read by every engine, or joins the table."""
     usual = Settings.model_validate({})
@@ -275,17 +240,7 @@ def test_settings_that_the_chosen_engine_does_not_read_are_named():
     idle = ["engine.key", "engine.vllm", "engine.node", "engine.max_time"]
     assert idle == named("embedded", everything)
     read = {f"{section}.{name}" for section, table in everything.items() for name in table}
-    by_url = {
-        "model.name",
-        "model.served_as",
-        "model.exact",
-        "model.adapters",
-        "engine.backend",
-        "engine.vllm",
-    }
-    assert by_url | {
-        "engine.key",
-        "engine.max_waiting",
-        "engine.max_wait",
-        "engine.max_time",
-    } == read - set(named("url", everything))
+    by_url = [f"model.{name}" for name in ("name", "served_as", "exact", "adapters")]
+    by_url += [f"engine.{name}" for name in ("backend", "vllm", "key")]
+    by_url += [f"engine.{name}" for name in ("max_waiting", "max_wait", "max_time")]
+    assert set(by_url) == read - set(named("url", everything))

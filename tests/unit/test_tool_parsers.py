@@ -1,7 +1,5 @@
 """Each style's text becomes the same pieces however the stream is cut."""
 
-from collections.abc import Callable
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,6 +15,7 @@ from api.tools.reasoning import ThinkParser
 Made = tuple[str, str, list[tuple[str, str]]]
 NAMES = frozenset({"get", "put"})
 GET = '{"name": "get", "arguments": {"a": "x}\\"{", "b": [1, {"c": null}]}}'
+PUT = '{"arguments": {}, "name": "put"}'
 GET_ARGUMENTS = '{"a": "x}\\"{", "b": [1, {"c": null}]}'
 
 
@@ -53,142 +52,128 @@ def thinking_already() -> Parser:
 CALLS, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL, CALL_END, SEP = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
 
-CASES: list[tuple[Callable[[], Parser], str, Made]] = [
-    (HermesParser, "just text, 1 < 2 <tool", ("", "just text, 1 < 2 <tool", [])),
-    (HermesParser, "ends in space \n", ("", "ends in space \n", [])),
-    (
-        HermesParser,
-        f"Let me see.\n\n<tool_call>\n{GET}\n</tool_call>",
-        ("", "Let me see.", [("get", GET_ARGUMENTS)]),
-    ),
-    (
-        HermesParser,
+
+TICK = '{"a": "`"}'
+
+
+def call(text):
+    return f"<tool_call>{text}</tool_call>"
+
+
+def fenced(name, arguments):
+    return f"{CALL}function{SEP}{name}\n```json\n{arguments}\n```{CALL_END}"
+
+
+# By parser: a text, what is said of it, and the calls; texts alone are said as they are.
+OF_CALLS = {
+    HermesParser: [
+        "just text, 1 < 2 <tool",
+        "ends in space \n",
         (
-            f'<tool_call>{GET}</tool_call>\n<tool_call>{{"arguments": {{}}, "name": "put"}}'
-            "</tool_call>\ndone"
+            f"Let me see.\n\n<tool_call>\n{GET}\n</tool_call>",
+            "Let me see.",
+            [("get", GET_ARGUMENTS)],
         ),
-        ("", "done", [("get", GET_ARGUMENTS), ("put", "{}")]),
-    ),
-    (HermesParser, '<tool_call>{"name": "get"}</tool_call>', ("", "", [("get", "{}")])),
-    (
-        HermesParser,
-        '<tool_call>{"name": "get", "arguments": "{\\"a\\": 1}"}</tool_call>',
-        ("", "", [("get", '{"a": 1}')]),
-    ),
-    (HermesParser, "<tool_call>no json</tool_call>!", ("", "<tool_call>no json</tool_call>!", [])),
-    (
-        HermesParser,
-        '<tool_call>{"nome": 1.5, "b": true}</tool_call>',
-        ("", '<tool_call>{"nome": 1.5, "b": true}</tool_call>', []),
-    ),
-    (
-        HermesParser,
-        '<tool_call>{"arguments": {"b": [1.5, "é"]}, "name": "get", "id": 3}</tool_call>',
-        ("", "", [("get", '{"b": [1.5, "é"]}')]),
-    ),
-    (
-        HermesParser,
-        '<tool_call>{"type": "function", "name": "get", "arguments": {"a": 1',
-        ("", "", [("get", '{"a": 1')]),
-    ),
-    (HermesParser, '<tool_call>{"name": "g', ("", '<tool_call>{"name": "g', [])),
-    (
-        HermesParser,
-        '<tool_call>{"name": "get", "arguments": {"a": "unfin',
-        ("", "", [("get", '{"a": "unfin')]),
-    ),
-    (
-        json_parser,
-        '{"name": "get", "parameters": {"a": 1}}; {"name": "put", "parameters": {}}',
-        ("", "", [("get", '{"a": 1}'), ("put", "{}")]),
-    ),
-    (
-        json_parser,
-        '\n<|python_tag|>{"type": "function", "name": "get", "parameters": {"a": 1}}',
-        ("", "", [("get", '{"a": 1}')]),
-    ),
-    (
-        json_parser,
+        (f"{call(GET)}\n{call(PUT)}\ndone", "done", [("get", GET_ARGUMENTS), ("put", "{}")]),
+        (call('{"name": "get"}'), "", [("get", "{}")]),
+        (call('{"name": "get", "arguments": "{\\"a\\": 1}"}'), "", [("get", '{"a": 1}')]),
+        call("no json") + "!",
+        call('{"nome": 1.5, "b": true}'),
+        (
+            call('{"arguments": {"b": [1.5, "é"]}, "name": "get", "id": 3}'),
+            "",
+            [("get", '{"b": [1.5, "é"]}')],
+        ),
+        (
+            '<tool_call>{"type": "function", "name": "get", "arguments": {"a": 1',
+            "",
+            [("get", '{"a": 1')],
+        ),
+        '<tool_call>{"name": "g',
+        ('<tool_call>{"name": "get", "arguments": {"a": "unfin', "", [("get", '{"a": "unfin')]),
+    ],
+    json_parser: [
+        (
+            '{"name": "get", "parameters": {"a": 1}}; {"name": "put", "parameters": {}}',
+            "",
+            [("get", '{"a": 1}'), ("put", "{}")],
+        ),
+        (
+            '\n<|python_tag|>{"type": "function", "name": "get", "parameters": {"a": 1}}',
+            "",
+            [("get", '{"a": 1}')],
+        ),
         '{"name": "Paris", "parameters": 3}',
-        ("", '{"name": "Paris", "parameters": 3}', []),
-    ),
-    (json_parser, '  {"city": "Paris"} is it', ("", '  {"city": "Paris"} is it', [])),
-    (json_parser, "I say {} and [] here ", ("", "I say {} and [] here ", [])),
-    (json_parser, '{"name": "get", "par', ("", '{"name": "get", "par', [])),
-    (
-        json_parser,
-        'Well.\n<|python_tag|>{"name": "put", "parameters": {"k": "v"}}',
-        ("", "Well.", [("put", '{"k": "v"}')]),
-    ),
-    (MistralParser, "text [TOOL] [", ("", "text [TOOL] [", [])),
-    (
-        MistralParser,
-        f'Yes. [TOOL_CALLS] [{GET}, {{"name": "put", "arguments": {{}}}}]',
-        ("", "Yes.", [("get", GET_ARGUMENTS), ("put", "{}")]),
-    ),
-    (
-        MistralParser,
-        '[TOOL_CALLS]get[ARGS]{"a": {"b": "}"}}[TOOL_CALLS]put[CALL_ID]x1[ARGS]{}',
-        ("", "", [("get", '{"a": {"b": "}"}}'), ("put", "{}")]),
-    ),
-    (MistralParser, '[TOOL_CALLS]get{"a": 1}', ("", "", [("get", '{"a": 1}')])),
-    (MistralParser, "[TOOL_CALLS] nothing", ("", "[TOOL_CALLS]nothing", [])),
-    (
-        DeepSeekParser,
+        '  {"city": "Paris"} is it',
+        "I say {} and [] here ",
+        '{"name": "get", "par',
         (
-            f'Hm.\n{CALLS}{CALL}function{SEP}get\n```json\n{{"a": "`"}}\n```{CALL_END}\n'
-            f"{CALL}function{SEP}put\n```json\n{{}}\n```{CALL_END}{CALLS_END}"
+            'Well.\n<|python_tag|>{"name": "put", "parameters": {"k": "v"}}',
+            "Well.",
+            [("put", '{"k": "v"}')],
         ),
-        ("", "Hm.", [("get", '{"a": "`"}'), ("put", "{}")]),
-    ),
-    (
-        DeepSeekParser,
-        f'{CALLS}{CALL}get{SEP}{{"a": 1}}{CALL_END}{CALL}put{SEP}{{}}{CALL_END}{CALLS_END}',
-        ("", "", [("get", '{"a": 1}'), ("put", "{}")]),
-    ),
-    (DeepSeekParser, "plain <｜tool", ("", "plain <｜tool", [])),
-    (DeepSeekParser, f'{CALLS}{CALL}get{SEP}{{"a": 1', ("", "", [("get", '{"a": 1')])),
-    (
-        HarmonyParser,
+    ],
+    MistralParser: [
+        "text [TOOL] [",
         (
-            "<|channel|>analysis<|message|>Hm, ok.<|end|><|start|>assistant<|channel|>final"
-            "<|message|>Yes. "
+            f'Yes. [TOOL_CALLS] [{GET}, {{"name": "put", "arguments": {{}}}}]',
+            "Yes.",
+            [("get", GET_ARGUMENTS), ("put", "{}")],
         ),
-        ("Hm, ok.", "Yes. ", []),
-    ),
-    (
-        HarmonyParser,
         (
-            "<|channel|>analysis<|message|>Use it.<|end|><|start|>assistant<|channel|>commentary "
-            'to=functions.get <|constrain|>json<|message|>{"a": 1}<|call|>'
+            '[TOOL_CALLS]get[ARGS]{"a": {"b": "}"}}[TOOL_CALLS]put[CALL_ID]x1[ARGS]{}',
+            "",
+            [("get", '{"a": {"b": "}"}}'), ("put", "{}")],
         ),
-        ("Use it.", "", [("get", '{"a": 1}')]),
+        ('[TOOL_CALLS]get{"a": 1}', "", [("get", '{"a": 1}')]),
+        ("[TOOL_CALLS] nothing", "[TOOL_CALLS]nothing", []),
+    ],
+    DeepSeekParser: [
+        (
+            f"Hm.\n{CALLS}{fenced('get', TICK)}\n{fenced('put', '{}')}{CALLS_END}",
+            "Hm.",
+            [("get", TICK), ("put", "{}")],
+        ),
+        (
+            f'{CALLS}{CALL}get{SEP}{{"a": 1}}{CALL_END}{CALL}put{SEP}{{}}{CALL_END}{CALLS_END}',
+            "",
+            [("get", '{"a": 1}'), ("put", "{}")],
+        ),
+        "plain <｜tool",
+        (f'{CALLS}{CALL}get{SEP}{{"a": 1', "", [("get", '{"a": 1')]),
+    ],
+    HarmonyParser: [
+        (
+            ' to=functions.put<|channel|>commentary json<|message|>{"k": "<"}',
+            "",
+            [("put", '{"k": "<"}')],
+        ),
+        "no channel at all",
+    ],
+    thinking: ["\n no thinking"],
+}
+ANALYSIS = "<|channel|>analysis<|message|>{}<|end|><|start|>assistant<|channel|>"
+CALLING = 'commentary to=functions.get <|constrain|>json<|message|>{"a": 1}<|call|>'
+THOUGHT = f"<think>\nI think <b> so.\n\n</think>\n\nSure.{call(GET)}"
+CASES = [
+    *(
+        (parser, each, ("", each, []))
+        if isinstance(each, str)
+        else (parser, each[0], ("", *each[1:]))
+        for parser, cases in OF_CALLS.items()
+        for each in cases
     ),
-    (
-        HarmonyParser,
-        ' to=functions.put<|channel|>commentary json<|message|>{"k": "<"}',
-        ("", "", [("put", '{"k": "<"}')]),
-    ),
-    (HarmonyParser, "no channel at all", ("", "no channel at all", [])),
-    (
-        thinking,
-        f"<think>\nI think <b> so.\n\n</think>\n\nSure.<tool_call>{GET}</tool_call>",
-        ("I think <b> so.", "Sure.", [("get", GET_ARGUMENTS)]),
-    ),
-    (thinking, "\n no thinking", ("", "\n no thinking", [])),
+    (HarmonyParser, ANALYSIS.format("Hm, ok.") + "final<|message|>Yes. ", ("Hm, ok.", "Yes. ", [])),
+    (HarmonyParser, ANALYSIS.format("Use it.") + CALLING, ("Use it.", "", [("get", '{"a": 1}')])),
+    (thinking, THOUGHT, ("I think <b> so.", "Sure.", [("get", GET_ARGUMENTS)])),
     (thinking, "<think>for ever", ("for ever", "", [])),
     (thinking_already, "so\nit is\n</think>\nYes.", ("so\nit is", "Yes.", [])),
 ]
 
 
 @pytest.mark.parametrize(("parser", "text", "expected"), CASES)
-def test_what_a_text_is_made_of(parser, text, expected):
-    assert expected == made(parser(), [text])
-
-
-@pytest.mark.parametrize(("parser", "text", "expected"), CASES)
-def test_one_character_at_a_time_is_the_same(parser, text, expected):
-    assert expected == made(parser(), list(text))
+def test_what_a_text_is_made_of_also_a_character_at_a_time(parser, text, expected):
+    assert expected == made(parser(), [text]) == made(parser(), list(text))
 
 
 @given(data=st.data())
@@ -209,12 +194,5 @@ def test_harmony_s_call_is_text_where_none_may_be_made():
 @given(st.lists(st.sampled_from([*list('{}[]":, <>\\na1|'), "<tool_call>", "</think>", CALL, SEP])))
 @settings(max_examples=300, deadline=None)
 def test_no_text_is_lost_or_raises(parts):
-    for parser in (
-        HermesParser,
-        json_parser,
-        MistralParser,
-        DeepSeekParser,
-        HarmonyParser,
-        thinking,
-    ):
+    for parser in OF_CALLS:
         assert made(parser(), ["".join(parts)]) == made(parser(), parts)
