@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TESTS := $(VENV)/.tests-installed
 VLLM := .venv-vllm
+SGLANG := .venv-sglang
 CLIENTS := .venv-clients
 HELM := build/helm
 CLIENT_GROUPS := frameworks litellm node
@@ -30,7 +31,7 @@ PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do \
 	>/dev/null 2>&1 && echo $$p && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-vllm test-clients check lint format types imports bench soak gpu-check e2e docs \
+.PHONY: help setup serve test test-vllm test-sglang test-clients check lint format types imports bench soak gpu-check e2e docs \
 	site models pins wheel clean
 
 help: ## List the targets
@@ -66,7 +67,7 @@ serve: $(STAMP) ## Serve the default model on http://127.0.0.1:8000 (ARGS="--por
 	@$(BIN)/cachesvc serve $(ARGS)
 
 test: $(TESTS) ## Run the tests (ARGS="-k codec", ...)
-	$(BIN)/python -m pytest -n auto -m "not gpu and not slow and not vllm and not clients" $(ARGS)
+	$(BIN)/python -m pytest -n auto -m "not gpu and not slow and not vllm and not sglang and not clients" $(ARGS)
 
 check: lint test ## Everything that must pass before a commit: format, lint, types, imports, tests
 
@@ -94,6 +95,14 @@ $(VLLM)/.installed: tests/vllm/requirements.txt
 
 test-vllm: $(TESTS) $(VLLM)/.installed ## The connector under a real vLLM, in an environment of its own
 	$(BIN)/python -m pytest -n 2 -m vllm tests/vllm $(ARGS)
+
+$(SGLANG)/.installed: $(TESTS) tests/sglang/wheel.py
+	@echo "Unpacking SGLang's own classes into $(SGLANG) (39 MB)"
+	@$(BIN)/python -m tests.sglang.wheel $(SGLANG)
+	@touch $@
+
+test-sglang: $(SGLANG)/.installed ## The storage backend under SGLang's own classes, on a CPU
+	$(BIN)/python -m pytest -m sglang tests/sglang $(ARGS)
 
 $(CLIENTS)/%/.installed: tests/clients/requirements/%.txt
 	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)

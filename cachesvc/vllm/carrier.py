@@ -18,7 +18,8 @@ from queue import SimpleQueue
 
 import torch
 
-from cachesvc.vllm.groups import KvGroup, UnsupportedKv
+from cachesvc.model_files import UnsupportedKv
+from cachesvc.vllm.groups import KvGroup
 from cachesvc.vllm.identity import EngineIdentity
 from cachesvc.vllm.link import NodeLink
 from cachesvc.vllm.locked import LockedMemory

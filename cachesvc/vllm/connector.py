@@ -20,8 +20,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from cachesvc.model_files import UnsupportedKv
 from cachesvc.vllm.carrier import Carrier
-from cachesvc.vllm.groups import UnsupportedKv
 from cachesvc.vllm.identity import identity_of
 from cachesvc.vllm.link import NodeLink
 from cachesvc.vllm.planner import Planner

@@ -10,12 +10,9 @@ from dataclasses import dataclass
 from math import lcm, prod
 from typing import Any
 
+from cachesvc.model_files import UnsupportedKv
 from tiers.blocks.layout import DTYPES, BlockLayout
 from tiers.node.messages import describe_layout, described_layout, engine_layout, state_layout
-
-
-class UnsupportedKv(Exception):
-    """The engine's KV has a form that this connector does not support; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,13 +16,12 @@ from typing import Any
 
 import xxhash
 
-from cachesvc.vllm.groups import KvGroup, UnsupportedKv, groups_of
+from cachesvc.model_files import UnsupportedKv, files_digest, weights_digest
+from cachesvc.vllm.groups import KvGroup, groups_of
 from tiers.blocks.keys import CacheScope, PrefixKey
 from tiers.blocks.layout import BlockLayout
 
-_READ_BYTES = 1 << 22
 _HEX = "hex:"
-_WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.gguf", "config.json")
 _ADAPTER_FILES = ("*.safetensors", "*.bin", "adapter_config.json")
 
 
@@ -79,7 +78,7 @@ def _derived(root: PrefixKey, part: str) -> PrefixKey:
 
 def adapter_digest(path: str) -> bytes:
     """The digest of an adapter folder's contents. Raises Unsupported if it holds no adapter."""
-    return _digest(path, _ADAPTER_FILES)
+    return files_digest(path, _ADAPTER_FILES)
 
 
 def tenant_of(salt: str) -> bytes:
@@ -92,14 +91,14 @@ def tenant_of(salt: str) -> bytes:
 
 def identity_of(config: Any, kv_cache: Any) -> EngineIdentity:
     """The identity of an engine with this `VllmConfig` and `KVCacheConfig`. Raises Unsupported."""
-    parallel = config.parallel_config
+    parallel, model = config.parallel_config, config.model_config
     if parallel.pipeline_parallel_size > 1:
         raise UnsupportedKv("pipeline parallelism keeps other layers on every rank")
     if getattr(parallel, "decode_context_parallel_size", 1) > 1:
         raise UnsupportedKv("decode context parallelism spreads one block over several ranks")
     groups = groups_of(config, kv_cache)
     scope = CacheScope(
-        weights=weights_digest(config.model_config) + config.model_config.compute_hash().encode(),
+        weights=weights_digest(model.model, model.revision) + model.compute_hash().encode(),
         layout=_described(config, kv_cache, groups),
     )
     return EngineIdentity(scope, groups, parallel.tensor_parallel_size)
@@ -167,37 +166,3 @@ def _cpu_flags() -> str:
         return platform.processor()
     lines = (line for line in text.splitlines() if line.startswith(("flags", "Features")))
     return " ".join(sorted(next(lines, "").partition(":")[2].split()))
-
-
-def weights_digest(model: Any) -> bytes:
-    """Of the files that a model was loaded from. Raises UnsupportedKv if they are not found."""
-    folder = Path(model.model)
-    if not folder.exists():
-        folder = _snapshot(model.model, model.revision)
-    return _digest(str(folder), _WEIGHT_FILES)
-
-
-def _snapshot(name: str, revision: str | None) -> Path:
-    """The folder in the hub's cache from which vLLM loaded this model."""
-    from huggingface_hub import try_to_load_from_cache
-
-    found = try_to_load_from_cache(name, "config.json", revision=revision)
-    if not isinstance(found, str):
-        raise UnsupportedKv(f"the files of {name} are not found, so its KV has no identity")
-    return Path(found).parent
-
-
-@lru_cache(maxsize=256)
-def _digest(path: str, patterns: tuple[str, ...]) -> bytes:
-    """A 16-byte digest of a file, or of a folder's files that match the patterns."""
-    root = Path(path)
-    files = [root] if root.is_file() else sorted({f for p in patterns for f in root.glob(p)})
-    if not files:
-        raise UnsupportedKv(f"there are no weights in {path}")
-    hasher = xxhash.xxh3_128(b"cachesvc.vllm.files.v1")
-    for file in files:
-        hasher.update(file.name.encode() + b"\0" + file.stat().st_size.to_bytes(8, "little"))
-        with file.open("rb") as opened:
-            while chunk := opened.read(_READ_BYTES):
-                hasher.update(chunk)
-    return hasher.digest()

@@ -19,8 +19,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import vllm
 from vllm.v1.kv_offload.base import (
@@ -34,23 +33,25 @@ from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from cachesvc.config.quantities import parse_size
-from cachesvc.vllm.groups import UnsupportedKv
-from cachesvc.vllm.identity import device_name, weights_digest
-from tiers.blocks.frames import Arena, Frame
-from tiers.blocks.keys import BlockId, CacheScope, PrefixKey, child_key
-from tiers.blocks.layout import DTYPES, BlockLayout, LayerLayout
-from tiers.disk.open import open_disk
-from tiers.disk.settings import DiskSettings
-from tiers.disk.tier import DiskTier
-from tiers.errors import DirectoryLocked
+from cachesvc.model_files import UnsupportedKv, weights_digest
+from cachesvc.offload import (
+    PIECE,
+    GivenFrames,
+    check_options,
+    load_all,
+    opaque_id,
+    opaque_layout,
+    open_folder,
+)
+from cachesvc.vllm.identity import device_name
+from tiers.blocks.frames import Frame
+from tiers.blocks.keys import BlockId, CacheScope, PrefixKey
+from tiers.blocks.layout import BlockLayout
 
 logger = logging.getLogger(__name__)
 
-NUM_SHARDS = 2
 LOOKUP_S = 2.0  # then a key that the disk does not answer for is a miss
 FLUSH_S = 5.0  # between writings of what was stored, so that it outlives a power cut
-PIECE = 8  # keys of a load that one thread reads
-_TOKEN_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,43 +67,18 @@ class Options:
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> "Options":
         """Raises ValueError for what is missing, unknown or no size."""
-        known = {"dir", "bytes", "scope", "enable_kv_events"}
-        if unknown := given.keys() - known:
-            raise ValueError(
-                f"the cachesvc tier knows no {', '.join(sorted(unknown))}; it has "
-                f"{', '.join(sorted(known))}"
-            )
-        if lacking := {"dir", "bytes"} - given.keys():
-            raise ValueError(
-                f"the cachesvc tier needs {' and '.join(sorted(lacking))}, as in "
-                '{"type": "cachesvc", "dir": "/nvme/kv", "bytes": "1TiB"}'
-            )
+        check_options(
+            given,
+            needed=("dir", "bytes"),
+            known=("scope", "enable_kv_events"),
+            example='{"type": "cachesvc", "dir": "/nvme/kv", "bytes": "1TiB"}',
+        )
         return cls(
             dir=Path(given["dir"]).expanduser(),
             capacity_bytes=parse_size(given["bytes"]),
             scope=str(given.get("scope", "")),
             enable_kv_events=bool(given.get("enable_kv_events", False)),
         )
-
-
-class Chunks:
-    """vLLM's chunks in host memory, as frames."""
-
-    def __init__(self, view: memoryview, chunk_bytes: int) -> None:
-        self._bytes = view.cast("B")
-        self._chunk_bytes = chunk_bytes
-
-    def frame(self, number: int) -> Frame:
-        return Frame(cast(Arena, self), number)
-
-    def is_lesser(self, number: int) -> bool:
-        return False
-
-    def buffer(self, number: int) -> memoryview:
-        return self._bytes[number * self._chunk_bytes : (number + 1) * self._chunk_bytes]
-
-    def close(self) -> None:
-        self._bytes.release()
 
 
 class Moved(NamedTuple):
@@ -150,10 +126,10 @@ class CachesvcTier(SecondaryTierManager):  # type: ignore[misc]
         self.locality = Locality.LOCAL
         asked = Options.of(options)
         config = offloading_spec.config
-        layout = layout_of(self.block_size_bytes, config.model.dtype)
+        layout = opaque_layout(self.block_size_bytes, config.model.dtype)
         self._root = scope_of(config, layout, asked.scope).root()
-        self._chunks = Chunks(primary_kv_view, self.block_size_bytes)
-        self._disk = open_tier(asked, layout)
+        self._view = primary_kv_view.cast("B")
+        self._disk = open_folder(asked.dir, asked.capacity_bytes, layout)
         self._tells = asked.enable_kv_events
         self._events: deque[OffloadingEvent] = deque()
         self._stored: dict[PrefixKey, bytes] = {}  # of this run, to tell what leaves
@@ -226,29 +202,26 @@ class CachesvcTier(SecondaryTierManager):  # type: ignore[misc]
         self._readers.shutdown(cancel_futures=True)
         self._writer.shutdown(cancel_futures=True)
         self._disk.close()
-        self._chunks.close()
+        self._view.release()
 
     def held(self, keys: Sequence[bytes]) -> list[bool]:
         """Whether each is held, by key alone. Any thread."""
         return self._disk.held([self._id(key).key for key in keys])
 
     def _id(self, key: bytes) -> BlockId:
-        """vLLM's key takes the place of a block's tokens: it is compared whole at each hit."""
-        tokens = key + bytes(-len(key) % _TOKEN_BYTES)
-        return BlockId(self._root, self._root, child_key(self._root, tokens), tokens)
+        return opaque_id(self._root, key)
 
     def _frames(self, job: Any) -> list[Frame]:
-        return [self._chunks.frame(int(number)) for number in job.chunk_ids]
+        """vLLM's chunks in host memory."""
+        size = self.block_size_bytes
+        starts = [int(number) * size for number in job.chunk_ids]
+        return GivenFrames([self._view[start : start + size] for start in starts]).frames()
 
     def _load(self, keys: Sequence[bytes], frames: Sequence[Frame]) -> Moved:
         """Reads all that can be served. Reader threads."""
         began_s, ids = time.perf_counter(), [self._id(key) for key in keys]
-        done: list[bytes] = []
-        at = 0
-        while at < len(ids):
-            num_blocks = self._disk.load(ids[at:], frames[at:]).num_blocks
-            done += keys[at : at + num_blocks]
-            at += num_blocks + 1  # the one that cannot be served is a miss
+        served = load_all(self._disk, ids, frames)
+        done = [key for key, is_served in zip(keys, served, strict=True) if is_served]
         return Moved(done, time.perf_counter() - began_s)
 
     def _store(self, keys: Sequence[bytes], frames: Sequence[Frame]) -> Moved:
@@ -295,13 +268,6 @@ class CachesvcTier(SecondaryTierManager):  # type: ignore[misc]
         )
 
 
-def layout_of(chunk_bytes: int, dtype: str) -> BlockLayout:
-    """A chunk as one record: opaque bytes, of numbers as large as those of `dtype`."""
-    name = dtype if dtype in DTYPES else "float16"
-    size = chunk_bytes // DTYPES[name].itemsize
-    return BlockLayout((LayerLayout(1, size, size, shared=True, rows=1),), 1, name)
-
-
 def scope_of(config: Any, layout: BlockLayout, extra: str) -> CacheScope:
     """All that a chunk's bytes depend on beside its key, as far as vLLM tells it here."""
     parallel = config.parallel
@@ -315,22 +281,8 @@ def scope_of(config: Any, layout: BlockLayout, extra: str) -> CacheScope:
         repr((config.canonical_layout, config.kv_cache_layout)),
     )
     try:
-        weights = weights_digest(SimpleNamespace(model=config.model.name, revision=None))
+        weights = weights_digest(config.model.name, None)
     except UnsupportedKv as error:
         raise ValueError(f"the cachesvc tier cannot be used: {error}") from None
     described = "\n".join(facts).encode()
     return CacheScope(weights=weights, layout=layout.digest() + described, content=extra.encode())
-
-
-def open_tier(asked: Options, layout: BlockLayout) -> DiskTier:
-    """Raises DirectoryLocked and ConfigurationError, which say how to mend it."""
-    settings = DiskSettings(computes_elsewhere=True)
-    try:
-        return open_disk(
-            asked.dir, layout, asked.capacity_bytes, num_shards=NUM_SHARDS, settings=settings
-        )
-    except DirectoryLocked as error:
-        raise DirectoryLocked(
-            f"{error}. Each engine needs a dir of its own; engines that share blocks have a "
-            "`cachesvc node` and the CachesvcConnector"
-        ) from None

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cachesvc.vllm.groups import UnsupportedKv
+from cachesvc.model_files import UnsupportedKv
 
 STAGE_BYTES = 32 << 20  # on the device: at 50 GB/s the kernel's launch hides behind 0.6 ms of copy
 

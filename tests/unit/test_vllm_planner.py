@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from cachesvc.vllm.groups import KvGroup, UnsupportedKv
+from cachesvc.model_files import UnsupportedKv
+from cachesvc.vllm.groups import KvGroup
 from cachesvc.vllm.identity import EngineIdentity, group_roots, identity_of, rank_roots
 from cachesvc.vllm.planner import Planner
 from tiers.blocks.keys import CacheScope

@@ -7,8 +7,8 @@ in a child process that sets the variable first.
 import pytest
 import torch
 
+from cachesvc.model_files import UnsupportedKv
 from cachesvc.vllm import slabs as slabs_module
-from cachesvc.vllm.groups import UnsupportedKv
 from cachesvc.vllm.slabs import DeviceCopier, HostCopier, runs_of, slabs_of
 from tests.support.interpreted import TIMEOUT_S, in_child, in_parent, run_in_child
 from tests.support.torch_calls import Recorder

@@ -79,6 +79,7 @@ class DiskTier(ManagedTier):
         self._clock = clock
         self._guard = guard
         self._counts = counts
+        self._beside: list[DiskTier] = []
         scratch = Scratch(layout.torch_dtype.itemsize)
         self._rates = rates = RateMeter(self.num_readers)
         self._reader = BlockReader(slots, layout, scratch, counts, rates)
@@ -88,6 +89,24 @@ class DiskTier(ManagedTier):
         )
         self._writer.recount()
         self._closed = False
+
+    def beside(self, layout: BlockLayout) -> "DiskTier":
+        """The same folder for blocks of another layout, in one order of eviction. It closes with
+        this one. The writer of both is one thread."""
+        other = DiskTier(
+            self.root,
+            layout,
+            self._slots,
+            self._lock,
+            self.settings,
+            room=self._room,
+            guard=self._guard,
+            counts=self._counts,
+            events=self._events,
+            clock=self._clock,
+        )
+        self._beside.append(other)
+        return other
 
     @property
     def num_readers(self) -> int:
@@ -291,8 +310,9 @@ class DiskTier(ManagedTier):
         self._writer.flush()
         num_blocks = self.stats().num_blocks
         whole = not any(slot.damaged for slot in self._slots)
-        self._closed = True
-        self._writer.close()
+        for tier in (self, *self._beside):
+            tier._closed = True
+            tier._writer.close()
         for slot in self._slots:
             slot.close()
         try:
