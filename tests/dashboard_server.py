@@ -4,12 +4,11 @@ The server is `cachesvc serve` on a tiny model that answers in milliseconds, wit
 Without Chromium the tests are skipped, and fail with CI=true.
 """
 
-import json
-import urllib.request
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
 from playwright.sync_api import sync_playwright
 
 from cachesvc.server.server_file import LiveServer, find_server
@@ -38,22 +37,11 @@ class Served:
 
     def ask(self, question, *, system=TEXT, max_tokens=8):
         """One chat completion, as a client sends it."""
-        body = {
-            "model": MODEL,
-            "temperature": 0,
-            "max_tokens": max_tokens,
-            "messages": [
-                {"role": "system", "content": system},
-                {"role": "user", "content": question},
-            ],
-        }
-        request = urllib.request.Request(
-            f"{self.url}/v1/chat/completions",
-            json.dumps(body).encode(),
-            {"Content-Type": "application/json", "Authorization": f"Bearer {self.keys['ada']}"},
-        )
-        with urllib.request.urlopen(request, timeout=120) as response:
-            return json.load(response)
+        messages = [{"role": "system", "content": system}, {"role": "user", "content": question}]
+        body = {"model": MODEL, "temperature": 0, "max_tokens": max_tokens, "messages": messages}
+        headers = {"Authorization": f"Bearer {self.keys['ada']}"}
+        url = f"{self.url}/v1/chat/completions"
+        return httpx.post(url, json=body, headers=headers, timeout=120).raise_for_status().json()
 
     def link(self, role="admin"):
         """A URL that logs in once."""

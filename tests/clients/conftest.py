@@ -1,8 +1,8 @@
 """The clients' environments (`make test-clients`), one server for all of them, their results."""
 
+import contextlib
 import json
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,9 +11,11 @@ import pytest
 
 from tests.bench.report import commit, machine
 from tests.clients.matrix import PROGRAMS, Program
-from tests.live_server import LiveServer
+from tests.live_server import SCRIPT, LiveServer
+from tests.support.litellm import litellm
 
 PROGRAM_S = 900
+MODEL = "smollm2-135m"
 SPENT = "spent-out"  # as in programs/cells.py, which imports nothing of the server
 Ran = Callable[[str], dict[str, Any]]
 
@@ -23,14 +25,12 @@ class DefaultServer(LiveServer):
 
     def command(self) -> list[Any]:
         sizes = ("--device-cache", "512MiB", "--host-cache", "256MiB", "--disk-cache", "256MiB")
-        script = Path(sys.executable).with_name("cachesvc")
-        return [script, "serve", "--port", "0", "--data-dir", self.data_dir, *sizes]
+        return [SCRIPT, "serve", "--port", "0", "--data-dir", self.data_dir, *sizes]
 
     def limit(self, user: str) -> None:
         """A hard limit of this user that any request would pass."""
-        script = Path(sys.executable).with_name("cachesvc")
         of = ("--of", "user", "--value", user, "--reason", "test")
-        command = [script, "tenants", "budget", "cap", "default", "0.000000001", *of]
+        command = [SCRIPT, "tenants", "budget", "cap", "default", "0.000000001", *of]
         subprocess.run([*command, "--data-dir", self.data_dir], check=True, timeout=self.start_s)
 
 
@@ -52,13 +52,15 @@ def server(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def ran(server, pytestconfig):
+def ran(server, pytestconfig, tmp_path_factory):
     """What a program told of its cells; each runs once."""
     told: dict[str, dict[str, Any]] = {}
 
     def run(name: str) -> dict[str, Any]:
         if name not in told:
-            told[name] = _told(name, PROGRAMS[name], server)
+            program = PROGRAMS[name]
+            with _before(name, program, server, tmp_path_factory.mktemp("before")) as url:
+                told[name] = _told(name, program, url)
         return told[name]
 
     yield run
@@ -75,11 +77,20 @@ def _write(file: Path, told: dict[str, dict[str, Any]]) -> None:
     file.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
+def _before(
+    name: str, program: Program, url: str, folder: Path
+) -> contextlib.AbstractContextManager[str]:
+    """What the program asks: the server, or a proxy before it."""
+    if name != "litellm proxy" or not program.environment.exists():
+        return contextlib.nullcontext(url)
+    return litellm(Path(program.interpreter).with_name("litellm"), url, folder, MODEL)
+
+
 def _told(name: str, program: Program, url: str) -> dict[str, Any]:
     if not program.environment.exists():
         pytest.fail(f"{program.environment} is missing; run make test-clients")
     done = subprocess.run(
-        [program.interpreter, program.path, url, "smollm2-135m", program.environment],
+        [program.interpreter, program.path, url, MODEL, program.environment],
         capture_output=True,
         text=True,
         timeout=PROGRAM_S,

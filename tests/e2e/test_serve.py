@@ -4,9 +4,9 @@ import json
 import signal
 import subprocess
 import time
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import pytest
 
 from tests.live_server import SCRIPT, serve
@@ -35,13 +35,9 @@ def ask(url, question, system=""):
     messages = [{"role": "system", "content": system}] if system else []
     messages.append({"role": "user", "content": question})
     body = {"model": "smollm2-135m", "messages": messages, "max_tokens": 12, "temperature": 0}
-    request = urllib.request.Request(
-        f"{url}/v1/chat/completions",
-        json.dumps(body).encode(),
-        {"Content-Type": "application/json"},
-    )
-    with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
-        answer = json.load(response)
+    response = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=PATIENCE_S)
+    assert 200 == response.status_code, response.text
+    answer = response.json()
     usage = answer["usage"]
     hits, misses = usage["prompt_cache_hit_tokens"], usage["prompt_cache_miss_tokens"]
     assert usage["prompt_tokens"] == hits + misses

@@ -22,19 +22,10 @@ def litellm(program: Path, upstream: str, folder: Path, model: str, *under: str)
     }
     file, log, port = folder / "litellm.yaml", folder / "litellm.log", free_port()
     file.write_text(json.dumps(config))
-    command: list[str | Path] = [
-        *under,
-        program,
-        "--config",
-        file,
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-    ]
+    where = ("--config", file, "--host", "127.0.0.1", "--port", str(port))
     env = {**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_LOG": "ERROR"}
     with log.open("wb") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=out, env=env)
+        process = subprocess.Popen([*under, program, *where], stdout=out, stderr=out, env=env)
     try:
         there = ("127.0.0.1", port)
         until_ready(lambda: socket.create_connection(there, 1).close(), process, log, OSError)

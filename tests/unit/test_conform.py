@@ -2,22 +2,20 @@
 
 import json
 import subprocess
-import sys
 import threading
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from cachesvc.cli import app
 from cachesvc.conform.offline import stop
-from cachesvc.conform.question import Question, ServedAnswer, compare, read_answer, rounds
+from cachesvc.conform.question import ServedAnswer, read_answer, rounds
 from cachesvc.conform.report import faults, summary
 from cachesvc.conform.suite import KINDS
+from tests.live_server import SCRIPT
+from tests.patience import until
+from tests.support.commands import call, said
 from tests.support.stand_in import Handler, StandIn, served
 
 Answers = Callable[[list[int], dict[str, Any], int], list[int]]
@@ -88,15 +86,13 @@ def serve():
         yield lambda *given, **options: servers.enter_context(served(Server(*given, **options)))
 
 
-def honest(prompt: list[int], body: dict[str, Any], known: int) -> list[int]:
+def honest(prompt, body, known):
     return tokens_of(prompt, body)
 
 
 def conform(url: str, *options: str) -> tuple[int, dict[str, Any]]:
-    told = CliRunner().invoke(
-        app, ["conform", url, "--block", "8", "--longest", "40", "--json", *options]
-    )
-    return told.exit_code, json.loads(told.stdout)
+    ended = call("conform", url, "--block", 8, "--longest", 40, "--json", *options)
+    return ended.exit_code, json.loads(ended.stdout)
 
 
 def test_an_honest_server_conforms_in_every_way_of_asking(serve):
@@ -107,7 +103,7 @@ def test_an_honest_server_conforms_in_every_way_of_asking(serve):
 
 
 def test_a_hit_that_changes_an_answer_is_found_with_its_place(serve):
-    def at_a_border(prompt: list[int], body: dict[str, Any], known: int) -> list[int]:
+    def at_a_border(prompt, body, known):
         tokens = tokens_of(prompt, body)
         return tokens if known != 16 else [*tokens[:2], 0, *tokens[3:]]
 
@@ -127,7 +123,7 @@ def test_moved_log_probabilities_fail_only_where_bits_are_asked_for(serve):
 
 
 def test_a_seed_that_a_hit_forgets_is_found_in_sampled_answers_alone(serve):
-    def forgets(prompt: list[int], body: dict[str, Any], known: int) -> list[int]:
+    def forgets(prompt, body, known):
         return tokens_of(prompt, body | ({"seed": 0} if known and "seed" in body else {}))
 
     code, told = conform(serve("cachesvc", forgets).url, "--cases", "60")
@@ -136,16 +132,15 @@ def test_a_seed_that_a_hit_forgets_is_found_in_sampled_answers_alone(serve):
 
 
 def test_a_server_that_does_not_repeat_itself_is_told_apart_from_a_wrong_cache(serve):
-    def by_batch(prompt: list[int], body: dict[str, Any], known: int) -> list[int]:
+    def by_batch(prompt, body, known):
         other = body.get("cachesvc") and len(prompt) > 8 and next(draws) % 2
         return tokens_of(prompt, body | ({"seed": 5} if other else {}))
 
     draws = iter(range(10_000))
     code, told = conform(serve("cachesvc", by_batch).url, "--cases", "200")
     assert code == 1 and told["kinds"]["cold again"]["flips"] > 0
-    assert any(
-        "read no cache: the server does not repeat itself" in each for each in told["faults"]
-    )
+    unsteady = "read no cache: the server does not repeat itself"
+    assert any(unsteady in each for each in told["faults"])
 
 
 def test_a_cache_that_never_serves_and_a_cold_answer_from_a_cache_do_not_conform(serve):
@@ -170,28 +165,19 @@ def test_a_busy_server_is_asked_again_and_one_that_fails_ends_the_run(serve, mon
     assert (code, told["faults"]) == (0, [])
     ends = server.asked + 60
     server.status = lambda number: 200 if number < ends else 500
-    ended = CliRunner().invoke(app, ["conform", server.url, "--seed", "2"])
-    assert ended.exit_code == 1 and "answered 500" in ended.stderr
+    assert "answered 500" in said("conform", server.url, "--seed", 2, code=1)
 
 
 def test_a_node_that_an_own_server_started_ends_with_it(tmp_path):
     socket = tmp_path / "node.sock"
-    command = [Path(sys.executable).with_name("cachesvc"), "node", "--host-cache", "16MiB"]
-    node = subprocess.Popen([*command, "--socket", socket])
+    node = subprocess.Popen([SCRIPT, "node", "--host-cache", "16MiB", "--socket", socket])
     try:
-        while not socket.exists():
-            assert node.poll() is None
-            time.sleep(0.02)
+        until(lambda: socket.exists() or node.poll() is not None)
         stop(subprocess.Popen(["true"]), tmp_path)
         assert node.wait(30) == 0
     finally:
         node.kill()
         node.wait()
-
-
-def test_by_text_the_prompts_are_words(serve):
-    code, told = conform(serve("cachesvc", honest).url, "--cases", "20", "--text")
-    assert code == 0 and told["cases"] >= 20
 
 
 @pytest.mark.parametrize(
@@ -204,28 +190,16 @@ def test_by_text_the_prompts_are_words(serve):
     ],
 )
 def test_wrong_input_is_said_in_a_sentence(arguments, says):
-    told = CliRunner().invoke(app, ["conform", *arguments])
-    assert told.exit_code != 0
-    assert says in told.stderr + str(told.exception)
+    ended = call("conform", *arguments)
+    assert ended.exit_code != 0
+    assert says in ended.stderr + str(ended.exception)
 
 
 def test_a_server_or_a_model_that_cannot_be_asked_is_refused(serve):
-    told = CliRunner().invoke(app, ["conform", serve("someone", honest).url])
-    assert told.exit_code == 1 and "makes a request to 'someone' cold" in told.stderr
-    told = CliRunner().invoke(app, ["conform", serve("x", honest).url, "--model", "other"])
-    assert told.exit_code == 1 and "does not serve other; it serves m" in told.stderr
-
-
-def test_answers_part_at_the_first_token_that_differs():
-    asked = Question((1, 2), 3)
-    cold, hit = (
-        ServedAnswer(("a", "b", "c"), (-1.0, -2.0, -3.0)),
-        ServedAnswer(("a", "b"), (-1.0, -2.5)),
-    )
-    assert compare("k", asked, cold, cold).at is None
-    check = compare("k", asked, cold, hit)
-    assert (check.at, check.moved) == (2, 0.5)
-    assert compare("k", asked, ServedAnswer(("a",)), ServedAnswer(("a",))).moved is None
+    cold = said("conform", serve("someone", honest).url, code=1)
+    assert "makes a request to 'someone' cold" in cold
+    other = said("conform", serve("x", honest).url, "--model", "other", code=1)
+    assert "does not serve other; it serves m" in other
 
 
 def test_answers_are_read_from_each_servers_form():

@@ -1,6 +1,5 @@
 """What the rings keep, and what series over them say."""
 
-import itertools
 import math
 import time
 from typing import Any
@@ -10,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from api.errors import InvalidRequest
-from cachesvc.observability.history import MAX_POINTS, RINGS, History
+from cachesvc.observability.history import MAX_POINTS, History
 from cachesvc.observability.latency import BOUNDS_S, NAMES, percentile
 from cachesvc.observability.snapshot import numbers, plain
 from tiers.errors import MissReason
@@ -152,13 +151,6 @@ def test_one_number_over_a_window():
 def test_a_series_that_cannot_be_read_is_refused_with_what_would_do(series):
     with pytest.raises(InvalidRequest, match=r"traffic\.generation_tokens|latency\.ttft"):
         Clocked().read(series)
-
-
-def test_the_rings_reach_from_seconds_to_a_week():
-    assert 7 * 86_400 == RINGS[-1][0] * RINGS[-1][1]
-    assert all(
-        lower[0] * lower[1] < upper[0] * upper[1] for lower, upper in itertools.pairwise(RINGS)
-    )
 
 
 @given(st.lists(st.floats(0.001, 500), min_size=1), st.sampled_from([0.5, 0.95, 0.99]))

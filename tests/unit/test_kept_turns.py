@@ -106,6 +106,7 @@ async def test_the_names_in_memory_are_bounded_whatever_becomes_of_the_file(tmp_
     for number in range(10):
         nowhere.write(b"%d" % number, OWNER, b"body")
     assert 4 == len(nowhere._owners)
+    assert None is await nowhere.read(b"9")
 
 
 @pytest.mark.parametrize("bound", ["max_bytes", "max_entries"])
@@ -246,12 +247,4 @@ async def test_a_body_that_cannot_be_read_is_not_found(tmp_path, body):
     conversations = Conversations(10_000, turns)
     await conversations.recall(turn)
     assert None is conversations.replay(turn)
-    turns.close()
-
-
-async def test_without_a_file_nothing_fails(tmp_path):
-    turns = FiledTurns(tmp_path / "no" / "such" / FILE_NAME)
-    turns.start()
-    turns.write(b"one", OWNER, b"body")
-    assert None is await turns.read(b"one")
     turns.close()

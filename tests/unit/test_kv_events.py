@@ -230,24 +230,17 @@ def test_what_is_kept_for_replays_is_bounded_in_bytes(publish, route):
     assert KEPT_BYTES // 1_000_001 == len(publisher._replay._kept)
 
 
-def test_a_new_server_begins_with_nothing_known(publish, route):
-    publisher = publish(EventStream(), topic="other")
-    publisher.start()
-    router = route(publisher, b"other")
-    router.replay(0)
-    assert [[{"type": "AllBlocksCleared"}]] == router.batches
-
-
 def test_lost_events_void_what_routers_know(publish, route):
     stream = EventStream()
-    publisher = publish(stream)
+    publisher = publish(stream, topic="other")
     publisher._subscription._capacity = 4
     for number in range(10):
         store(stream, number)
     publisher.start()
-    router = route(publisher)
+    router = route(publisher, b"other")
     while router.last < 2:
         router.replay(router.last + 1)
+    assert [{"type": "AllBlocksCleared"}] == router.batches[0], "a new server holds nothing"
     assert 2 == router.num_cleared
     assert {6, 7, 8, 9} == router.held["GPU"]
 
@@ -272,9 +265,7 @@ def test_blocks_that_follow_each_other_travel_as_one_event():
 
 
 def test_an_endpoint_that_cannot_be_is_said_at_the_start():
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         for endpoint in (f"tcp://127.0.0.1:{port}", "udp:nowhere"):
             with pytest.raises(ConfigError, match=r"cannot listen on events\.zmq = "):

@@ -8,14 +8,7 @@ import stat
 import pytest
 
 from cachesvc.server import server_file
-from cachesvc.server.server_file import (
-    FILE_NAME,
-    LiveError,
-    ServerSilent,
-    announced,
-    find_server,
-    reachable,
-)
+from cachesvc.server.server_file import FILE_NAME, ServerSilent, announced, find_server, reachable
 from tests.support.stand_in import Handler, StandIn, served
 
 TOKEN = "op-test"
@@ -72,16 +65,6 @@ def test_a_server_that_is_too_busy_to_answer_is_not_taken_for_a_stopped_one(tmp_
         ):
             find_server(tmp_path)
     assert find_server(tmp_path) is None
-
-
-def test_a_refusal_is_told_in_the_servers_words(tmp_path, url):
-    with announced(tmp_path, url, TOKEN):
-        server = find_server(tmp_path)
-        assert server is not None
-        path = tmp_path / FILE_NAME
-        path.write_text(path.read_text().replace(TOKEN, "op-other"))
-        with pytest.raises(LiveError, match="who are you"):
-            type(server)(server.url, server.pid, "op-other").get("/x")
 
 
 def test_a_server_on_all_addresses_is_reached_on_loopback():

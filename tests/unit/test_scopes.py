@@ -2,10 +2,13 @@
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from api.access.auth import Salts
+from api.cache.owners import Owner, Owners
 from cachesvc.operator import scopes
 from cachesvc.operator.purge import roots_to_purge
 from cachesvc.operator.scopes import FILE_NAME, ScopeKind, find_damage, note_scopes, roots_of
@@ -76,3 +79,18 @@ def test_a_second_damage_does_not_replace_what_the_first_left(tmp_path):
         (tmp_path / FILE_NAME).write_text(written)
         start(tmp_path)
     assert {"first", "second"} == set(set_aside(tmp_path))
+
+
+def test_roots_of_tenants_groups_and_adapters_are_told_apart():
+    base = byte_model()
+    adapter = replace(byte_model("tuned"), scope=replace(base.scope, adapter=b"a"))
+    salts = Salts(b"secret", {"public": frozenset({"acme"})})
+    tenants = {"acme": "USD"}
+    owners = Owners({each.name: each for each in (base, adapter)}, salts, lambda: tenants)
+    acme, tuned = (replace(each.scope, tenant=salts.of_tenant("acme")) for each in (base, adapter))
+    group = replace(adapter.scope, tenant=salts.of_group("public", "acme")).root()
+    assert Owner("acme", "bytes") == owners.by_root()[acme.root()]
+    assert Owner("public", "tuned", is_group=True) == owners.by_root()[group]
+    assert {acme.root(), tuned.root()} == set(owners.roots_of("acme"))
+    tenants["later"] = "CNY"
+    assert 6 == len(owners.by_root())
