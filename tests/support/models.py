@@ -10,20 +10,12 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 import xxhash
 from numpy.typing import NDArray
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as FastTokenizer
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma2Config,
-    LlamaConfig,
-    MistralConfig,
-    Phi3Config,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen3Config,
-)
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from engine.batch import Batch, Span
 from engine.execution.runner import ModelRunner
@@ -66,12 +58,14 @@ _LONGROPE: dict[str, Any] = {  # as Phi-3-128k: short tables up to 64 tokens, lo
     },
 }
 _CONFIGS: dict[str, Any] = {
-    "llama": lambda: LlamaConfig(**_SHAPE, tie_word_embeddings=True),
-    "qwen2": lambda: Qwen2Config(**_SHAPE, use_sliding_window=False),
-    "qwen3": lambda: Qwen3Config(**_SHAPE),
-    "mistral": lambda: MistralConfig(**_SHAPE, sliding_window=40),
-    "phi3": lambda: Phi3Config(**{**_SHAPE, "hidden_size": 96}, **_LONGROPE),
-    "gemma2": lambda: Gemma2Config(**_SHAPE, sliding_window=24, query_pre_attn_scalar=16),
+    "llama": lambda: transformers.LlamaConfig(**_SHAPE, tie_word_embeddings=True),
+    "qwen2": lambda: transformers.Qwen2Config(**_SHAPE, use_sliding_window=False),
+    "qwen3": lambda: transformers.Qwen3Config(**_SHAPE),
+    "mistral": lambda: transformers.MistralConfig(**_SHAPE, sliding_window=40),
+    "phi3": lambda: transformers.Phi3Config(**{**_SHAPE, "hidden_size": 96}, **_LONGROPE),
+    "gemma2": lambda: transformers.Gemma2Config(
+        **_SHAPE, sliding_window=24, query_pre_attn_scalar=16
+    ),
 }
 ARCHITECTURES = tuple(_CONFIGS)
 

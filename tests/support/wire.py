@@ -12,19 +12,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from api import collaborators
 from api.access.auth import Gatekeeper, Salts
 from api.access.overload import QueueBound
 from api.access.rate_limits import LimitSettings, WindowLimits, open_limits
-from api.collaborators import (
-    Access,
-    Bookkeeping,
-    Collaborators,
-    EngineParts,
-    Inference,
-    Readiness,
-    Records,
-    WireSettings,
-)
+from api.collaborators import Collaborators, EngineParts, Inference, Readiness, WireSettings
 from api.job import Bill, Job, Priced, Served
 from api.journal.journal import Journal
 from api.requests.bridge import OutputBridge
@@ -443,20 +435,22 @@ def fake_house(
         quotes=Quotes(engine, meter or counting, survey or _nowhere),
     )
     wire = Collaborators(
-        access=Access(
+        access=collaborators.Access(
             gatekeeper=gatekeeper or OpenGate(),
             salts=salts or Salts(b"secret of the tests"),
             limits=limits or open_limits(LimitSettings(), "memory://"),
         ),
         inference=Inference(engines=[parts], bridge=bridge, encoders=encoder_pool()),
-        books=Bookkeeping(
+        books=collaborators.Bookkeeping(
             meter=meter or counting,
             balances=balances,
             store=ledger_store or cast(Any, None),
             receipt_keys=receipt_keys or {},
             replays=replays or cast(Any, None),
         ),
-        records=Records(journal=journal or Journal(), conversations=Conversations(100_000)),
+        records=collaborators.Records(
+            journal=journal or Journal(), conversations=Conversations(100_000)
+        ),
         settings=settings or WireSettings(),
         readiness=lambda: Readiness(ready=True),
         render_metrics=lambda: (b"# none\n", "text/plain; version=0.0.4"),

@@ -6,15 +6,9 @@ import torch
 from cachesvc.config.sections import EngineSection
 from cachesvc.config.settings import Settings
 from cachesvc.server import compute
+from engine import hardware
 from engine.errors import ModelError
-from engine.hardware import (
-    CPU_CACHE_BYTES,
-    CPU_STEP_TOKENS,
-    STEP_BYTES,
-    attend_without_plans,
-    default_dtype,
-    spare_bytes,
-)
+from engine.hardware import CPU_CACHE_BYTES, spare_bytes
 from tests.support.models import save_tiny_model
 
 GIB = 1 << 30
@@ -26,7 +20,7 @@ def test_a_cpu_shares_its_memory_with_everybody():
 
 @pytest.mark.parametrize(
     ("free", "expected"),
-    [(60 * GIB, 54 * GIB), (20 * GIB, 18 * GIB), (5 * GIB, 5 * GIB - STEP_BYTES)],
+    [(60 * GIB, 54 * GIB), (20 * GIB, 18 * GIB), (5 * GIB, 5 * GIB - hardware.STEP_BYTES)],
 )
 def test_a_gpu_gives_what_the_model_left_free_but_what_steps_need(free, expected, monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 80 * GIB))
@@ -48,7 +42,7 @@ def test_a_size_that_was_given_is_served_and_a_missing_one_is_told(tmp_path):
 
     assert served(device_bytes=8 << 20).cache.device_bytes == 8 << 20
     assert served().cache.device_bytes == CPU_CACHE_BYTES
-    assert served().engine.chunk_tokens == CPU_STEP_TOKENS
+    assert served().engine.chunk_tokens == hardware.CPU_STEP_TOKENS
 
 
 @pytest.mark.parametrize(
@@ -66,8 +60,8 @@ def test_a_gpu_that_does_not_multiply_bfloat16_computes_in_float16(
     capability, expected, monkeypatch
 ):
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
-    assert expected == default_dtype("cuda")
-    assert "float32" == default_dtype("cpu")
+    assert expected == hardware.default_dtype("cuda")
+    assert "float32" == hardware.default_dtype("cpu")
 
 
 @pytest.mark.parametrize(("device", "expected"), [("cpu", True), ("cuda:0", False)])
@@ -75,7 +69,7 @@ def test_on_a_gpu_no_attention_is_planned_for_each_length(device, expected):
     before = torch.backends.cuda.cudnn_sdp_enabled()
     try:
         torch.backends.cuda.enable_cudnn_sdp(True)
-        attend_without_plans(device)
+        hardware.attend_without_plans(device)
         assert expected == torch.backends.cuda.cudnn_sdp_enabled()
     finally:
         torch.backends.cuda.enable_cudnn_sdp(before)

@@ -38,11 +38,7 @@ def stats():
     transfers.observe(TierName.HOST, TierName.DEVICE, 4, 0.002)
     cache = CacheStats(
         device=TierStats(
-            TierName.DEVICE,
-            num_blocks=3,
-            used_bytes=300,
-            capacity_bytes=400,
-            lives=lives.stats(),
+            TierName.DEVICE, num_blocks=3, used_bytes=300, capacity_bytes=400, lives=lives.stats()
         ),
         host=TierStats(TierName.HOST, num_blocks=5),
         below=(disk,),

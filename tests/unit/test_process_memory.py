@@ -1,8 +1,6 @@
 """Warnings of caches that do not fit, and memory that threads freed: it goes back to the system."""
 
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -13,6 +11,7 @@ from cachesvc.server.compute import load, over
 from cachesvc.server.memory import SpareMemory, of_node, of_server, of_vllm, warn_of_limit
 from engine import cgroups
 from engine.cgroups import memory_limit
+from tests.children import ran
 from tests.support.models import save_tiny_model
 from tiers.telemetry.events import EventStream
 
@@ -22,20 +21,21 @@ MIB, GIB = 1 << 20, 1 << 30
 class Machine:
     """Its groups are files."""
 
-    def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, path):
         self.root, self.groups = path / "groups", path / "cgroup"
-        monkeypatch.setattr(cgroups, "ROOT", self.root)
-        monkeypatch.setattr(cgroups, "OWN", self.groups)
 
-    def put(self, place: str, text: str) -> None:
+    def put(self, place, text):
         file = self.root / place
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text + "\n")
 
 
 @pytest.fixture
-def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
-    return Machine(tmp_path, monkeypatch)
+def machine(tmp_path, monkeypatch):
+    made = Machine(tmp_path)
+    monkeypatch.setattr(cgroups, "ROOT", made.root)
+    monkeypatch.setattr(cgroups, "OWN", made.groups)
+    return made
 
 
 def test_no_groups_and_no_limits_are_none(machine):
@@ -110,7 +110,7 @@ def test_of_vllm_the_nodes_memory_counts_and_on_a_cpu_its_own_cache(
 
 
 def test_caches_that_the_system_refuses_name_the_option(tmp_path, monkeypatch):
-    def refuse(*arguments: object, **more: object) -> None:
+    def refuse(*_, **__):
         raise MemoryError
 
     save_tiny_model(tmp_path / "model")
@@ -158,9 +158,7 @@ print(kept >> 20, (anonymous_bytes() - before) >> 20)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc")
 def test_what_four_threads_freed_goes_back_to_the_system() -> None:
-    command = [sys.executable, "-c", PROGRAM]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    kept, left = map(int, done.stdout.split())
+    kept, left = map(int, ran(PROGRAM).split())
     if kept < 128:
         pytest.skip("this malloc keeps less than is returned")
     assert left < 16, f"{left} of {kept} MiB stay"
