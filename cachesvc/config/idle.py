@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from cachesvc.config.settings import Settings
 
 # What belongs to blocks and arithmetic is the engine's; a node has what it is started with.
-_OF_TIERS = ("block_size", "write_policy", "weigh_loads", "idle_ttl", "write_budget_bytes")
+_OF_TIERS = ("block_size", "write_policy", "idle_ttl", "write_budget_bytes")
 _OF_NODE = ("host_bytes", "disk_bytes", "disk_reserve_bytes", "quotas")
 _OF_REMOTE = ("remote_url", "remote_writes", "remote_key_file")
 _UNREAD: Mapping[str, Mapping[str, tuple[str, ...]]] = {
@@ -17,7 +17,7 @@ _UNREAD: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
     "url": {
         "model": ("device", "dtype", "kv_dtype"),
-        "cache": (*_OF_TIERS, "device_bytes", *_OF_NODE, *_OF_REMOTE),
+        "cache": (*_OF_TIERS, "weigh_loads", "device_bytes", *_OF_NODE, *_OF_REMOTE),
         "engine": ("node", "max_running", "chunk_tokens"),
         "events": ("zmq",),
     },

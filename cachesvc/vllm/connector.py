@@ -6,7 +6,7 @@ connector cannot serve a configuration exactly, vLLM runs without it and the log
 
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,13 +27,16 @@ from cachesvc.vllm.link import NodeLink
 from cachesvc.vllm.planner import Planner
 from cachesvc.vllm.reports import Reporter
 from cachesvc.vllm.transfers import Transfer
+from cachesvc.vllm.weighing import Weigher
+from tiers.errors import MissReason
 from tiers.tier import TierName
+from tiers.transfer.economy import LoadEconomy
 
 logger = logging.getLogger(__name__)
 
 PROBE_TIMEOUT_S = 2.0  # of a lookup; after that the prompt is a miss
 IDLE_WAIT_S = 0.01  # of a step that computes nothing, for the end of a transfer
-_EXTRA = {"node", "reports"}
+_EXTRA = {"node", "reports", "weigh_loads"}
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,11 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         transfer = vllm_config.kv_transfer_config
         extra = transfer.kv_connector_extra_config or {}
         node = _node_of(extra)
+        if not isinstance(weighs := extra.get("weigh_loads", True), bool):
+            raise ValueError(
+                "weigh_loads is true, so that only what loads faster than it computes is loaded, "
+                f"or false; not {weighs!r}"
+            )
         if transfer.kv_load_failure_policy != "recompute":
             raise ValueError(
                 'cachesvc needs "kv_load_failure_policy": "recompute" in --kv-transfer-config, so '
@@ -92,7 +100,8 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             links = {each: NodeLink(node, each, timeout_s=PROBE_TIMEOUT_S) for each in layouts}
             # While a step runs, vLLM must plan no other: see `Planner.loads_in_step`.
             one_step = not vllm_config.scheduler_config.async_scheduling
-            self._planner = Planner(identity, links, may_load_in_step=one_step)
+            weigher = Weigher(LoadEconomy(enabled=weighs))
+            self._planner = Planner(identity, links, may_load_in_step=one_step, weigher=weigher)
         else:
             self._carrier = Carrier(identity, node, _rank(identity.num_ranks))
 
@@ -121,7 +130,9 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._planner.allocated(request, blocks.get_block_ids(), num_external_tokens)
         if self._reporter is not None:
             hits = self._planner.hits(request) if self._planner is not None else {}
-            self._reporter.admitted(request, hits)
+            slower = self._planner is not None and self._planner.slower(request) > 0
+            stop = MissReason.UNECONOMIC if slower else MissReason.ABSENT
+            self._reporter.admitted(request, hits, stop)
 
     def get_external_cache_hit_sources(
         self, request: Any, num_external_tokens: int
@@ -139,7 +150,17 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         state = getattr(scheduler_output, "kv_connector_block_state", None)
         self._planner.saves.step(state, scheduler_output.num_scheduled_tokens)
         is_idle = not scheduler_output.total_num_scheduled_tokens
-        return Transfers(*self._planner.take(), is_idle=is_idle)
+        loads, saves = self._planner.take()
+        self._planner.weigher.begun(
+            scheduler_output.num_scheduled_tokens, loads=any(load.in_step for load in loads)
+        )
+        return Transfers(loads, saves, is_idle)
+
+    def take_events(self) -> Iterable[Any]:
+        """None: the node publishes its own. vLLM asks at the end of each step, which is timed."""
+        if self._planner is not None:
+            self._planner.weigher.ended()
+        return ()
 
     def update_connector_output(self, connector_output: Any) -> None:
         if self._planner is None:

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -12,6 +12,7 @@ from tiers.errors import NodeError, NodeGone
 from tiers.node.arena import SharedMemory
 from tiers.node.client import NodeClient
 from tiers.tier import TierName
+from tiers.transfer.economy import CostLine
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +79,11 @@ class NodeLink:
             self._is_away = False
             logger.warning("cachesvc: the node is back")
         return used
+
+    @property
+    def loads(self) -> Mapping[TierName, CostLine]:
+        """The seconds of a load from each tier by its bytes, as the node told with a probe."""
+        return self._client.loads
 
     @property
     def memory(self) -> SharedMemory | None:

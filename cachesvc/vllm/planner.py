@@ -5,7 +5,7 @@ prompt it holds. The loop waits `WAIT_S` for the answer, which is enough for a l
 it takes longer, vLLM continues and asks again. The workers move the blocks.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,8 +18,11 @@ from cachesvc.vllm.lookup import longest_prefix, probe_ranks
 from cachesvc.vllm.reports import tag_of
 from cachesvc.vllm.saves import Saves
 from cachesvc.vllm.transfers import GroupBlocks, Transfer
+from cachesvc.vllm.weighing import Weigher
 from tiers.blocks.layout import BlockLayout
+from tiers.errors import MissReason
 from tiers.tier import TierName
+from tiers.transfer.economy import LoadEconomy
 
 _ORDER = tuple(TierName)
 WAIT_S = 0.005  # for the node's answer, at the first lookup of a prompt
@@ -39,10 +42,12 @@ class _Load:
 
 @dataclass(slots=True)
 class _Match:
-    """What the node has of a request's prompt: the first group's blocks from token `start` on."""
+    """What the node has of a request's prompt: the first group's blocks from token `start` on.
+    `num_slower` more are held, and are computed because that is faster."""
 
     start: int
     tiers: list[TierName]
+    num_slower: int
     chains: RequestChains
     in_step: bool = False
 
@@ -54,7 +59,7 @@ class _Question:
     start: int
     end: int
     chains: RequestChains
-    answer: "Future[list[TierName]]"
+    answer: "Future[tuple[list[TierName], int]]"
 
 
 def _one_thread() -> Executor:
@@ -79,11 +84,13 @@ class Planner:
     links: Mapping[BlockLayout, NodeLink]
     wait_s: float = WAIT_S
     may_load_in_step: bool = False
+    weigher: Weigher = field(default_factory=lambda: Weigher(LoadEconomy()))
     saves: Saves = field(init=False)
     _asking: Executor = field(default_factory=_one_thread)
     _asked: dict[str, _Question] = field(default_factory=dict)
     _matches: dict[str, _Match] = field(default_factory=dict)
     _hits: dict[str, dict[str, int]] = field(default_factory=dict)
+    _slower: dict[str, int] = field(default_factory=dict)  # tokens held and not loaded
     _loads: list[Transfer] = field(default_factory=list)
     _loading: dict[str, _Load] = field(default_factory=dict)
     _failed: set[str] = field(default_factory=set)  # requests whose load failed, until they end
@@ -111,10 +118,9 @@ class Planner:
         match = self._ask(request, start, end)
         if match is None:
             return None
-        if match.tiers:
-            if self._fits_step(request.request_id, match.tiers):
-                match = replace(match, in_step=True)
-            self._matches[request.request_id] = match
+        if match.tiers and self._fits_step(request.request_id, match.tiers):
+            match = replace(match, in_step=True)
+        self._matches[request.request_id] = match
         return len(match.tiers) * self.identity.layout.block_size
 
     def loads_in_step(self, request: Any) -> bool:
@@ -141,24 +147,49 @@ class Planner:
             question = _Question(start, end, chains, answer)
             self._asked[name], wait_s = question, self.wait_s
         try:
-            tiers = question.answer.result(wait_s)
+            tiers, num_slower = question.answer.result(wait_s)
         except TimeoutError:
             return None
         del self._asked[name]
-        return _Match(start, tiers, question.chains)
+        return _Match(start, tiers, num_slower, question.chains)
 
-    def _look(self, chains: RequestChains, start: int, end: int) -> list[TierName]:
+    def _look(self, chains: RequestChains, start: int, end: int) -> tuple[list[TierName], int]:
         """Asks the node, and has it load what is not in its memory: vLLM's next step may be far
-        off. Lookup thread."""
-        groups = self.identity.groups
-        tiers = longest_prefix(groups, self._probe, chains, start, end)
+        off. Only as far as that pays: returns the tiers of these blocks, and how many more are
+        held. Lookup thread."""
+        groups, size = self.identity.groups, self.identity.layout.block_size
+        held = tiers = longest_prefix(groups, self._probe, chains, start, end)
+        worth = self._worth(held, start)
+        if worth < len(held):
+            end = start + worth * size
+            tiers = held[:worth]
+            if not self.identity.is_plain:  # the others may be unable to resume there
+                tiers = longest_prefix(groups, self._probe, chains, start, end)
         if _is_below(tiers):
-            end = start + len(tiers) * self.identity.layout.block_size
-            for number, group in enumerate(groups):
-                first = max(start // group.block_size, group.first(end))
-                for ids in chains.ids(number, first, end // group.block_size):
-                    self.links[group.layout].fetch(ids)
-        return tiers
+            for number, first, stop in self._needed(start, start + len(tiers) * size):
+                for ids in chains.ids(number, first, stop):
+                    self.links[groups[number].layout].fetch(ids)
+        return tiers, len(held) - len(tiers)
+
+    def _worth(self, tiers: Sequence[TierName], start: int) -> int:
+        """How many leading blocks should be loaded, up to a block's end in every group."""
+        groups, size = self.identity.groups, self.identity.layout.block_size
+        end = start + len(tiers) * size
+        nbytes = sum(
+            (stop - first) * groups[number].layout.nbytes
+            for number, first, stop in self._needed(start, end)
+        )
+        loads = self.links[self.identity.layout].loads
+        worth = self.weigher.worth(tiers, loads, nbytes=nbytes, num_tokens=size)
+        step = alignment(groups)
+        return worth * size // step * step // size
+
+    def _needed(self, start: int, end: int) -> Iterator[tuple[int, int, int]]:
+        """The blocks of each group, from and to, that resume a prefix at `end` for which there is
+        what comes before `start`."""
+        for number, group in enumerate(self.identity.groups):
+            first = max(start // group.block_size, group.first(end))
+            yield number, first, end // group.block_size
 
     def _probe(self, number: int, runs: RankIds) -> list[TierName]:
         link = self.links[self.identity.groups[number].layout]
@@ -172,6 +203,9 @@ class Planner:
         if _is_stored(request):
             chains = match.chains if match is not None else None
             self.saves.admitted(request, chains or RequestChains.of(self.identity, request))
+        if match is not None and match.num_slower:
+            self.weigher.economy.refuse(True)
+            self._slower[request.request_id] = match.num_slower * self.identity.layout.block_size
         if not num_tokens or match is None:
             return
         end = match.start + num_tokens
@@ -225,9 +259,15 @@ class Planner:
         """Prompt tokens from the node, by tier: requested, and without what failed to load."""
         return self._hits.get(request.request_id, {})
 
+    def slower(self, request: Any) -> int:
+        """Prompt tokens that the node has and that were not requested, as computing is faster."""
+        return self._slower.get(request.request_id, 0)
+
     def finished(self, request: Any, blocks: Sequence[Sequence[int]]) -> dict[str, Any]:
         """The request has ended, with these blocks by group. Returns what its answer says."""
-        hits = self._hits.pop(request.request_id, {})
+        told: dict[str, Any] = {"hit_tokens": self._hits.pop(request.request_id, {})}
+        if slower := self._slower.pop(request.request_id, 0):
+            told["miss_tokens"] = {MissReason.UNECONOMIC: slower}
         self._matches.pop(request.request_id, None)
         self._asked.pop(request.request_id, None)
         self._failed.discard(request.request_id)
@@ -237,7 +277,7 @@ class Planner:
             self.saves.forget(request)
         else:
             self.saves.finished(request, blocks)
-        return {"cachesvc": {"hit_tokens": hits}}
+        return {"cachesvc": told}
 
     def take(self) -> tuple[tuple[Transfer, ...], tuple[Transfer, ...]]:
         """The loads and saves of the next step."""
@@ -252,6 +292,8 @@ class Planner:
             if load is not None and name not in self._failed and seconds > 0:
                 nbytes = len(load.tiers) * self.identity.layout.nbytes
                 self._rates[_farthest(load.tiers)] = nbytes / seconds
+                if not _is_below(load.tiers):
+                    self.weigher.copied(nbytes, seconds)
         in_step = [name for name, load in self._loading.items() if load.in_step]
         for name in (*requests, *in_step):
             self._loading.pop(name, None)

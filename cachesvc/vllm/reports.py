@@ -18,6 +18,7 @@ from typing import Any
 from cachesvc.vllm.groups import KvGroup, describe_group, described_group
 from cachesvc.vllm.identity import EngineIdentity
 from tiers.blocks.keys import CacheScope
+from tiers.errors import MissReason
 
 PARAMETER = "cachesvc"  # our key in vLLM's kv_transfer_params
 _MAX_BYTES = 1 << 16
@@ -39,6 +40,7 @@ class RequestReport:
 
     local: int = 0  # from vLLM's own prefix cache, in whole blocks
     hits: Mapping[str, int] = field(default_factory=dict)  # from the node, by tier
+    stop: MissReason = MissReason.ABSENT  # why there are no more
     admitted_ns: int = 0  # 0: not admitted yet
     computed: int | None = None  # completed prompt tokens, once the request is over
 
@@ -83,7 +85,9 @@ class Reporter:
         if request.request_id not in self._reported and "id" in tag_of(request):
             self._local[request.request_id] = num_local
 
-    def admitted(self, request: Any, hits: Mapping[str, int]) -> None:
+    def admitted(
+        self, request: Any, hits: Mapping[str, int], stop: MissReason = MissReason.ABSENT
+    ) -> None:
         """The request has its blocks. Reports only the first admission."""
         local = self._local.pop(request.request_id, None)
         self._leave(request.request_id)
@@ -91,7 +95,7 @@ class Reporter:
             self._reported.add(request.request_id)
             self._first[request.request_id] = (tag_of(request)["id"], local)
             message = {"local": local, "hits": dict(hits), "at_ns": time.monotonic_ns()}
-            self._send({"id": tag_of(request)["id"], **message})
+            self._send({"id": tag_of(request)["id"], "stop": stop, **message})
 
     def fell_short(
         self, short: Mapping[str, Mapping[str, int]], *, begins_anew: bool = False
@@ -191,7 +195,8 @@ class Reports:
         known = self._known.get(name, RequestReport())
         if "hits" in message:
             hits = {str(tier): int(tokens) for tier, tokens in message["hits"].items()}
-            known = replace(known, local=int(message["local"]), hits=hits)
+            stop = MissReason(message.get("stop", MissReason.ABSENT))
+            known = replace(known, local=int(message["local"]), hits=hits, stop=stop)
             if "at_ns" in message:
                 known = replace(known, admitted_ns=int(message["at_ns"]))
         else:

@@ -27,6 +27,11 @@ class Report(Protocol):
     @property
     def hits(self) -> Mapping[str, int]: ...
     @property
+    def stop(self) -> MissReason:
+        """Why there are no more hits."""
+        ...
+
+    @property
     def admitted_ns(self) -> int:
         """0: it waits."""
         ...
@@ -74,7 +79,7 @@ class RunningAnswer:
         )
         self._counts = TokenCounts(prompt=len(self.request.tokens))
         if report is not None and report.admitted_ns:
-            self._fix(len(self.request.tokens), report.local, report.hits)
+            self._fix(len(self.request.tokens), report.local, report.hits, report.stop)
 
     def count(self, num_cached: int | None) -> None:
         """The first sequence is over. The engine says that `num_cached` tokens of the prompt were
@@ -95,7 +100,8 @@ class RunningAnswer:
             return
         hits = sum(report.hits.values())
         done = max(report.local + hits, report.computed or 0)
-        self._fix(min(done, len(self.request.tokens)), report.local, report.hits)
+        prompt = min(done, len(self.request.tokens))
+        self._fix(prompt, report.local, report.hits, report.stop)
         self._when = self._when._replace(admitted_ns=report.admitted_ns)
 
     def output(
@@ -141,16 +147,21 @@ class RunningAnswer:
             )
             self._reasons = {MissReason.UNREPORTED: self._counts.miss}
 
-    def _fix(self, prompt: int, device: int, below: Mapping[str, int]) -> None:
+    def _fix(
+        self,
+        prompt: int,
+        device: int,
+        below: Mapping[str, int],
+        stop: MissReason = MissReason.ABSENT,
+    ) -> None:
         hits = {tier: below.get(tier, 0) for tier in TierName} | {TierName.DEVICE: device}
         self._counts = TokenCounts.of(prompt, hits)
-        self._lookup = self._looked(self._counts)
-        self._reasons = self._why()
+        self._lookup = self._looked(self._counts, stop)
+        self._reasons = self._why(stop)
         self.is_counted = True
 
-    def _looked(self, counts: TokenCounts) -> Lookup:
-        """The lookup's result, as one run per tier. Nobody tells a reason for a miss except
-        absence."""
+    def _looked(self, counts: TokenCounts, stop: MissReason) -> Lookup:
+        """The lookup's result, as one run per tier, and why they `stop`."""
         size, runs, start = self._block_size, [], 0
         hits = (getattr(counts, f"hit_{tier}") for tier in TierName)
         keys = prefix_keys(self.request.scope.root(), token_bytes(self.request.tokens), size)
@@ -167,13 +178,13 @@ class RunningAnswer:
         number = start // size
         parent = keys[number - 1] if number else self.request.scope.root()
         key = keys[number] if number < len(keys) else None
-        stop = MissReason.ABSENT if key is not None else MissReason.TAIL
+        stop = stop if key is not None else MissReason.TAIL
         return Lookup(tuple(runs), stop, size, Absence(parent=parent, key=key))
 
-    def _why(self) -> dict[MissReason, int]:
+    def _why(self, stop: MissReason) -> dict[MissReason, int]:
         counts = self._counts
         if not counts.miss or counts.prompt < len(self.request.tokens):
             return {}
         if not self.request.cache:
             return {MissReason.DISABLED: counts.miss}
-        return miss_reasons(counts, MissReason.ABSENT, self._block_size)
+        return miss_reasons(counts, stop, self._block_size)

@@ -4,6 +4,7 @@ import mmap
 import os
 import threading
 from contextlib import closing
+from types import SimpleNamespace
 
 import pytest
 
@@ -20,6 +21,7 @@ from tiers.node.spares import SpareFrames
 from tiers.operations.purge import Purger
 from tiers.telemetry.events import CacheEvent
 from tiers.tier import TierName
+from tiers.transfer.economy import CostLine
 from tiers.transfer.mover import LoadJob, Mover
 
 LAYOUT = engine_layout(2, 256, 4, "float32")
@@ -171,6 +173,25 @@ def test_a_fetched_run_that_nobody_leases_does_not_stay_for_good(below, monkeypa
     while pool._loads:
         pool.work()
     assert (16 if seconds < 0 else 12) == pool.capacity.num_idle, "a quarter at most is kept"
+    pool.check()
+
+
+def test_a_run_is_timed_from_its_first_job_to_its_last(below, monkeypatch):
+    pool = pool_of(40, below)
+    ids = prompt(1, 6)
+    sink(pool, ids, 40)
+    assert {} == pool.load_lines
+    times = SimpleNamespace(monotonic=lambda: 0.0)
+    monkeypatch.setattr(pool_module, "time", times)
+    monkeypatch.setattr(pool_module, "JOB_BYTES", 1)
+    monkeypatch.setattr(pool_module, "JOBS_PER_RUN", 3)
+    run = pool_module._LoadRun
+    monkeypatch.setattr(pool_module, "_LoadRun", lambda: run(begun_s=10.0))
+    lease = pool.lease(ids)
+    assert 3 == len(pool._loads)
+    times.monotonic = lambda: 12.0
+    pool.release(finished(pool, lease))
+    assert {TierName.DISK: CostLine(0.0, 2.0 / (6 * LAYOUT.nbytes))} == pool.load_lines
     pool.check()
 
 

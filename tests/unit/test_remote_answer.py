@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from api.journal.why import ReasonKind, why
 from cachesvc.vllm.reports import RequestReport
 from engine.remote.answer import RunningAnswer
 from engine.remote.protocol import Told, finish_of
@@ -44,6 +45,15 @@ def test_hits_by_tier_are_the_reports_and_the_device_has_the_rest():
 def test_without_a_report_all_that_was_cached_was_on_the_device():
     counts = admitted(64, None, 40).output(0, 20, Told((7,))).counts
     assert (40, 0, 24) == (counts.hit_device, counts.hit_host, counts.miss)
+
+
+def test_what_was_not_loaded_because_computing_was_faster_is_a_miss_that_says_so():
+    stop = MissReason.UNECONOMIC
+    report = RequestReport(local=16, hits={"host": 16}, stop=stop, admitted_ns=1)
+    output = admitted(70, report, 32).output(0, 20, Told((7,)))
+    assert {stop: 32, MissReason.TAIL: 6} == output.miss_reasons
+    assert stop is output.lookup.stop
+    assert ReasonKind.REFUSED is why(output.lookup, 0.0).kind
 
 
 def test_a_hit_stays_one_where_nobody_tells_that_it_was_not_delivered():

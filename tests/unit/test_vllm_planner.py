@@ -13,6 +13,7 @@ from cachesvc.vllm.planner import Planner
 from tiers.blocks.keys import CacheScope
 from tiers.node.messages import engine_layout, state_layout
 from tiers.tier import TierName
+from tiers.transfer.economy import RETRY_EVERY, CostLine
 
 SIZE = 4
 LAYOUT = engine_layout(2, 256, SIZE, "float32")
@@ -33,6 +34,7 @@ class Link:
         self.asked = []
         self.fetched = []
         self.held_by = {}
+        self.loads = {}
 
     def probe(self, ids):
         self.asked.append(ids)
@@ -233,6 +235,66 @@ def test_a_request_that_ends_with_the_step_of_its_load_is_stored(stepping):
     assert [4] == stored(stepping)
     stepping.loaded((), {"a": 1e-6})
     assert not stepping._loading
+
+
+def slow_disk(planner, link):
+    """A token takes a second to compute, and a byte a second to load from the disk."""
+    planner.weigher.economy.compute.observe(100, 100.0)
+    link.loads = {TierName.DISK: CostLine(0.0, 1.0)}
+    link.may_answer.set()
+
+
+def test_what_loads_slower_than_it_computes_is_neither_promised_nor_fetched(planner, link):
+    link.tiers = [TierName.HOST, TierName.DISK, TierName.DISK]
+    slow_disk(planner, link)
+    asked = request()
+    for _ in range(RETRY_EVERY):  # vLLM has no room yet, and asks again
+        assert SIZE == matched(planner, asked)
+    assert 0 == planner.weigher.economy.refused
+    planner.allocated(asked, [[7, 8, 9, 10]], SIZE)
+    ((load,), ()), (piece,) = planner.take(), planner._loading["a"].blocks
+    assert ([], False, 7) == (link.fetched, load.in_parts, piece)
+    assert ({"host": SIZE}, 2 * SIZE) == (planner.hits(asked), planner.slower(asked))
+    told = planner.finished(asked, [[7, 8, 9, 10]])["cachesvc"]
+    assert {"hit_tokens": {"host": SIZE}, "miss_tokens": {"uneconomic": 2 * SIZE}} == told
+    assert (1, 0) == (planner.weigher.economy.refused, planner.slower(asked))
+
+
+def test_after_many_refusals_a_block_is_loaded_to_measure_again(planner, link):
+    link.tiers = [TierName.DISK] * 3
+    slow_disk(planner, link)
+    found = []
+    for number in range(RETRY_EVERY + 1):
+        asked = request(name=str(number))
+        found.append(matched(planner, asked))
+        planner.allocated(asked, [[7, 8, 9, 10]], found[-1])
+        planner.finished(asked, [[7, 8, 9, 10]])
+    assert [0] * (RETRY_EVERY - 1) + [SIZE, 0] == found
+    assert [[1]] == [[len(ids) for ids in link.fetched]]
+    link.loads = {TierName.DISK: CostLine(0.0, 1e-9)}
+    assert 3 * SIZE == matched(planner, request(name="fast"))
+
+
+def test_a_shorter_load_ends_where_every_group_can_resume(planning):
+    """The odd blocks are on the disk, which is slow, and nothing can resume after the first."""
+    roots = group_roots(SCOPE.root(), 2)
+    link = Held(dict(zip(roots, ({0, 1, 2, 3}, {2}), strict=True)))
+    planner = planning(WHOLE, STATE, link=link)
+    slow_disk(planner, link)
+    assert 0 == planner.match(request(), 0)
+    link.loads = {}
+    assert 3 * SIZE == planner.match(request(name="b"), 0)
+
+
+def test_a_trial_ends_a_block_of_every_group(planning):
+    wide = KvGroup(1, ("d",), state_layout(1, 100, 2 * SIZE, "float32"), window=2)
+    roots = group_roots(SCOPE.root(), 2)
+    link = Held(dict(zip(roots, ({1, 2, 58, 59}, {0, 58}), strict=True)))
+    planner = planning(WINDOW, wide, link=link)
+    slow_disk(planner, link)
+    for _ in range(RETRY_EVERY - 1):
+        planner.weigher.economy.refuse(True)
+    assert 0 == planner.match(request(61 * SIZE), 0), "the window lacks its first block there"
 
 
 def test_ranks_tenants_and_adapters_have_roots_of_their_own():

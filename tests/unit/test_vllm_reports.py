@@ -10,6 +10,7 @@ from cachesvc.vllm.groups import KvGroup
 from cachesvc.vllm.identity import EngineIdentity
 from cachesvc.vllm.reports import Reporter, Reports
 from tiers.blocks.keys import CacheScope
+from tiers.errors import MissReason
 from tiers.node.messages import engine_layout
 
 
@@ -36,10 +37,11 @@ def test_hits_and_progress_of_a_request_are_told(ends):
     reporter, reports = ends
     reports.expect("r:0")
     reporter.looked(request(), 16)
-    reporter.admitted(request(), {"host": 32})
+    reporter.admitted(request(), {"host": 32}, MissReason.UNECONOMIC)
     reports.take()
     report = reports.of("r:0")
     assert (16, {"host": 32}, None) == (report.local, report.hits, report.computed)
+    assert report.stop is MissReason.UNECONOMIC
     assert report.admitted_ns > 0
     reporter.finished(request(computed=130))
     reports.take()
@@ -55,12 +57,13 @@ def test_a_load_that_fell_short_is_told(ends):
     reporter, reports = ends
     reports.expect("r:0")
     reporter.looked(request(), 16)
-    reporter.admitted(request(), {"host": 32, "remote": 16})
+    reporter.admitted(request(), {"host": 32, "remote": 16}, MissReason.UNECONOMIC)
     reporter.fell_short({"r:0-1234": {"host": 16}, "of another": {}})
     reports.take()
     report = reports.of("r:0")
     assert report is not None and report.admitted_ns > 0
     assert (16, {"host": 16}) == (report.local, report.hits)
+    assert report.stop is MissReason.ABSENT, "what fell short is not what was not asked for"
 
 
 def test_a_request_that_begins_again_after_its_load_has_what_stands_by_then(ends):

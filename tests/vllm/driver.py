@@ -81,6 +81,9 @@ def main(model, connector):
                 ],
                 "cached": output.num_cached_tokens,
                 "hits": (output.kv_transfer_params or {}).get("cachesvc", {}).get("hit_tokens"),
+                "misses": (output.kv_transfer_params or {})
+                .get("cachesvc", {})
+                .get("miss_tokens", {}),
                 "seconds": time.perf_counter() - started,
             }
             for output in outputs

@@ -195,6 +195,10 @@ class RunningNode:
             time.sleep(0.1)
         raise AssertionError("the node did not start")
 
+    @property
+    def pid(self):
+        return self._process.pid
+
     def stats(self):
         with closing(NodeClient(self.socket)) as client:
             client.open()

@@ -8,6 +8,7 @@ from tiers.blocks.layout import BlockLayout
 from tiers.disk.open import open_disk
 from tiers.disk.settings import DiskSettings
 from tiers.errors import NodeError, TierError
+from tiers.node.counters import SUMS
 from tiers.node.settings import NodeSettings
 from tiers.policy.quota import QuotaShares
 from tiers.remote.stacked import stack
@@ -57,11 +58,7 @@ def stats_below(below: ManagedTier | None, layout: BlockLayout) -> dict[str, Any
 def _as_json(stats: TierStats, folder: str) -> dict[str, Any]:
     shards = [replace(shard, name=f"{folder}/{shard.name}") for shard in stats.shards]
     return {
-        "num_blocks": stats.num_blocks,
-        "used_bytes": stats.used_bytes,
-        "capacity_bytes": stats.capacity_bytes,
-        "stored": stats.stored,
-        "evicted": stats.evicted,
+        **{name: getattr(stats, name) for name in SUMS},
         "faults": {str(reason): number for reason, number in stats.faults.items()},
         "shards": [asdict(shard) for shard in shards],
     }

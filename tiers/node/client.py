@@ -20,6 +20,7 @@ from tiers.node import messages
 from tiers.node.arena import SharedMemory
 from tiers.node.messages import HEADER, MAX_BODY, VERSION, Op, run_of
 from tiers.tier import TierName
+from tiers.transfer.economy import CostLine
 
 _PEER = struct.Struct("3i")  # pid, uid, gid
 
@@ -36,6 +37,7 @@ class NodeClient:
         self._socket: socket.socket | None = None
         self._pool = 0
         self.memory: SharedMemory | None = None  # while connected
+        self.loads: Mapping[TierName, CostLine] = {}  # seconds by bytes, as of the last probe
 
     @property
     def is_connected(self) -> bool:
@@ -87,7 +89,8 @@ class NodeClient:
         """The tier of each block in the leading run that the node holds."""
         if not ids:
             return []
-        return [messages.TIERS[code] for code in self._run(Op.PROBE, ids)]
+        tiers, self.loads = messages.unpack_held(self._run(Op.PROBE, ids))
+        return tiers
 
     def fetch(self, ids: Sequence[BlockId]) -> None:
         """Have this run loaded into memory, because it will be leased soon. Does not wait."""

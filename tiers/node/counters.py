@@ -10,7 +10,7 @@ from tiers.operations.operations import GroupUse
 from tiers.telemetry.events import CacheEvent
 from tiers.tier import ShardStats, TierName, TierStats
 
-_SUMS = ("num_blocks", "used_bytes", "capacity_bytes", "stored", "evicted")
+SUMS = ("num_blocks", "used_bytes", "capacity_bytes", "stored", "evicted")
 COMMON = "common"  # the node's name for the owners without a quota
 
 
@@ -65,14 +65,15 @@ class NodeCounters:
         for tier in TIERS[1:]:
             stats = [pool[tier] for pool in self.pools if tier in pool]
             if stats:
-                total = {name: sum(each[name] for each in stats) for name in _SUMS}
+                faults: Counter[MissReason] = Counter()
+                for each in stats:
+                    faults.update({MissReason(why): num for why, num in each["faults"].items()})
+                total = {name: sum(each[name] for each in stats) for name in SUMS}
                 hits = self.total(f"{tier}_hits")
                 shards = tuple(
                     ShardStats(**shard) for each in stats for shard in each.get("shards", ())
                 )
-                found.append(
-                    TierStats(name=tier, hits=hits, faults=_faults(stats), shards=shards, **total)
-                )
+                found.append(TierStats(name=tier, hits=hits, faults=faults, shards=shards, **total))
         return tuple(found)
 
     def events(self) -> dict[tuple[TierName, CacheEvent], int]:
@@ -92,10 +93,3 @@ class NodeCounters:
             )
             for each in self._answer.get("groups", ())
         ]
-
-
-def _faults(tiers: Sequence[Mapping[str, Any]]) -> dict[MissReason, int]:
-    total: Counter[MissReason] = Counter()
-    for tier in tiers:
-        total.update({MissReason(reason): count for reason, count in tier["faults"].items()})
-    return dict(total)

@@ -6,7 +6,8 @@ of the block before the first, and its tokens. The node computes the keys itself
 trust a client's keys.
 
     HELLO    the block layout (JSON)        -> pool, frames, frames of a piece (JSON), memory file
-    PROBE    a run of blocks                -> the tier of each block in the leading run held
+    PROBE    a run of blocks                -> the tier of each block in the leading run held, and
+                                               what loads from each tier cost
     LEASE    a run of blocks                -> frames of the leading run held, filled and kept
     RESERVE  a run of blocks                -> (position, frame) of each block to be written
     COMMIT   frames that were written       -> ()
@@ -21,7 +22,7 @@ trust a client's keys.
 import json
 import struct
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import pairwise
@@ -31,14 +32,16 @@ from tiers.blocks.keys import TOKEN_BYTES, BlockId, PrefixKey, block_ids
 from tiers.blocks.layout import DTYPES, BlockLayout, LayerLayout
 from tiers.errors import NodeError
 from tiers.tier import TierName
+from tiers.transfer.economy import CostLine
 
 HEADER = struct.Struct("<IB")  # bytes of the body, operation
 MAX_BODY = 64 << 20
-VERSION = 2
+VERSION = 3
 TIERS = tuple(tier for tier in TierName if tier is not TierName.DEVICE)  # by their number here
 _RUN = struct.Struct("<B16s16sIII")  # pool, scope, parent, tokens of a block, blocks, content bytes
 _CONTENT = struct.Struct("<IH")  # block, bytes
 _PAIR = struct.Struct("<II")
+_LINE = struct.Struct("<dd")  # seconds of a load from a tier: fixed, and for each byte
 
 
 class Op(IntEnum):
@@ -187,6 +190,18 @@ def pack_pairs(pairs: Iterable[tuple[int, int]]) -> bytes:
 
 def unpack_pairs(body: bytes) -> list[tuple[int, int]]:
     return list(_PAIR.iter_unpack(body))
+
+
+def pack_held(tiers: Iterable[TierName], loads: Mapping[TierName, CostLine]) -> bytes:
+    """The tiers of a run, after what a load from each costs."""
+    lines = b"".join(_LINE.pack(*loads.get(tier, CostLine())) for tier in TIERS)
+    return lines + bytes(map(TIERS.index, tiers))
+
+
+def unpack_held(body: bytes) -> tuple[list[TierName], dict[TierName, CostLine]]:
+    tiers_at = len(TIERS) * _LINE.size
+    lines = map(CostLine._make, _LINE.iter_unpack(body[:tiers_at]))
+    return [TIERS[code] for code in body[tiers_at:]], dict(zip(TIERS, lines, strict=True))
 
 
 def pack_json(document: Any) -> bytes:

@@ -223,14 +223,8 @@ class NodeServer:
             raise NodeError(f"the node speaks version {VERSION}, not {hello.get('version')!r}")
         number = self._pools.number_of(messages.described_layout(hello.get("layout")))
         memory = self._pools.pool(number).memory
-        body = messages.pack_json(
-            {
-                "pool": number,
-                "num_frames": memory.num_frames,
-                "piece_frames": memory.piece_frames,
-            }
-        )
-        answer = messages.pack(Op.HELLO, body)
+        sizes = {"num_frames": memory.num_frames, "piece_frames": memory.piece_frames}
+        answer = messages.pack(Op.HELLO, messages.pack_json({"pool": number, **sizes}))
         if client.unsent or socket.send_fds(client.socket, [answer], [memory.file]) < len(answer):
             raise NodeError("a client said HELLO while it left answers unread")
 
@@ -249,7 +243,7 @@ class NodeServer:
     def _handle_run(self, client: _Client, op: Op, body: memoryview) -> None:
         number, run = messages.unpack_run(body)
         pool = self._pools.pool(number)
-        if run.block_size != self._pools.layout(number).block_size:
+        if run.block_size != pool.memory.layout.block_size:
             raise NodeError(f"blocks of {run.block_size} tokens were asked for; see HELLO")
         ids = run.ids()
         client.asked = op
@@ -288,8 +282,8 @@ class NodeServer:
         client.waits = None
         try:
             if isinstance(asked, NodeProbe):
-                codes = bytes(messages.TIERS.index(tier) for tier in asked.tiers)
-                self._send(client, Op.PROBE, codes)
+                loads = self._pools.pool(number).load_lines
+                self._send(client, Op.PROBE, messages.pack_held(asked.tiers, loads))
             elif isinstance(asked, Operated):
                 self._send(client, client.asked, messages.pack_json(asked.answer()))
             else:

@@ -7,7 +7,7 @@ the purging client opens them or leaves, because a running request may store its
 node's thread only.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from math import isfinite
@@ -80,12 +80,14 @@ class PoolOperations(TierOperations):
 
     def operate(self, client: int, asked: Mapping[str, Any]) -> Operated:
         """Begin a client's operation. Raises NodeError if it is unknown or malformed."""
-        operations = {
+        operations: Mapping[str, Callable[[Mapping[str, Any]], Future[Any]]] = {
             "pin": self._pin,
-            "unpin": self._unpin,
-            "pins": self._pins,
-            "saved": self._saved_pins,
-            "evict": self._evict,
+            "unpin": lambda asked: done({"found": self.keeper.unpin(str(asked["name"]))}),
+            "pins": lambda _: done(
+                {"pins": [*map(pin_fields, self.keeper.pins())], "now_s": self.keeper.clock()}
+            ),
+            "saved": lambda _: then(self.saved(), lambda _: {}),
+            "evict": lambda asked: self.evict(_keys(asked["keys"])),
         }
         try:
             what = asked["do"]
@@ -130,19 +132,6 @@ class PoolOperations(TierOperations):
         except PinError as error:
             return done({"refused": str(error), "excess": error.excess})
         return done({"pin": pin_fields(pin)})
-
-    def _unpin(self, asked: Mapping[str, Any]) -> "Future[dict[str, Any]]":
-        return done({"found": self.keeper.unpin(str(asked["name"]))})
-
-    def _pins(self, asked: Mapping[str, Any]) -> "Future[dict[str, Any]]":
-        pins = [pin_fields(pin) for pin in self.keeper.pins()]
-        return done({"pins": pins, "now_s": self.keeper.clock()})
-
-    def _saved_pins(self, asked: Mapping[str, Any]) -> "Future[dict[str, Any]]":
-        return then(self.saved(), lambda _: {})
-
-    def _evict(self, asked: Mapping[str, Any]) -> "Future[Any]":
-        return self.evict(_keys(asked["keys"]))
 
     def _purge(self, client: int, roots: Sequence[PrefixKey]) -> "Future[dict[str, Any]]":
         wanted = frozenset(roots)

@@ -11,8 +11,8 @@ the block is dropped.
 """
 
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
@@ -31,6 +31,7 @@ from tiers.policy.policy import Use
 from tiers.telemetry.events import CacheEvent, EventStream
 from tiers.tier import TierName
 from tiers.transfer.demotion import Demoter, DemotionSettings
+from tiers.transfer.economy import Cost, CostLine
 from tiers.transfer.mover import LoadJob, Mover, ProbeJob
 
 READY = BlockState.READY
@@ -50,12 +51,8 @@ class PoolCounts:
     hits: Counter[TierName] = field(default_factory=Counter)
 
     def as_json(self) -> dict[str, int]:
-        return {
-            **{f"{tier}_hits": self.hits[tier] for tier in TIERS},
-            "stored": self.stored,
-            "collisions": self.collisions,
-            "overloaded": self.overloaded,
-        }
+        plain = {name: getattr(self, name) for name in ("stored", "collisions", "overloaded")}
+        return plain | {f"{tier}_hits": self.hits[tier] for tier in TIERS}
 
 
 @dataclass(slots=True, eq=False)
@@ -85,6 +82,15 @@ class NodeProbe:
     def tiers(self) -> list[TierName]:
         below = self.job.tiers if self.job is not None else ()
         return self.above + list(below)
+
+
+@dataclass(slots=True, eq=False)
+class _LoadRun:
+    """Jobs that load one run of blocks together, and where the blocks came from so far."""
+
+    begun_s: float = field(default_factory=time.monotonic)
+    num_jobs: int = 0
+    sources: list[TierName] = field(default_factory=list)
 
 
 class Pool:
@@ -122,7 +128,8 @@ class Pool:
         writes = DemotionSettings(write_policy=WritePolicy.WRITE_THROUGH)
         self.demoter = Demoter(self.residency, mover, writes)
         self._by_frame: dict[int, Block] = {}  # the last block of each frame
-        self._loads: list[tuple[LoadJob, list[Block]]] = []
+        self._loads: list[tuple[LoadJob, list[Block], _LoadRun]] = []
+        self._costs: defaultdict[TierName, Cost] = defaultdict(Cost)  # of a run's bytes
         self._fetched: dict[Block, float] = {}  # until when they are kept for a lease; acquired
 
     # Requests of clients.
@@ -220,6 +227,11 @@ class Pool:
         """Whether the block is in memory and not yet below."""
         block = self.residency.index.get(key)
         return block is not None and not block.held_below
+
+    @property
+    def load_lines(self) -> Mapping[TierName, CostLine]:
+        """The seconds of a load by its bytes, from each tier that was loaded from."""
+        return {tier: cost.line for tier, cost in self._costs.items()}
 
     @property
     def is_writing(self) -> bool:
@@ -334,16 +346,17 @@ class Pool:
             return rising
         size = max(1, JOB_BYTES // self.memory.stride, -(-len(rest) // JOBS_PER_RUN))
         tokens = packed[len(rising) : len(rising) + len(rest)]
+        run = _LoadRun()
         for start in range(0, len(rest), size):
             part = rest[start : start + size]
-            fresh = self._load_part(self.mover, part, tokens[start : start + size])
+            fresh = self._load_part(self.mover, part, tokens[start : start + size], run)
             rising += fresh
             if len(fresh) < len(part):
                 break
         return rising
 
     def _load_part(
-        self, mover: Mover, ids: Sequence[BlockId], packed: Sequence[bytes]
+        self, mover: Mover, ids: Sequence[BlockId], packed: Sequence[bytes], run: _LoadRun
     ) -> list[Block]:
         """Start one job that loads these blocks, as far as there are frames for them."""
         fresh: list[Block] = []
@@ -359,10 +372,11 @@ class Pool:
             for block in fresh:
                 self._drop(block)
             return []
-        self._loads.append((job, fresh))
+        self._loads.append((job, fresh, run))
+        run.num_jobs += 1
         return fresh
 
-    def _loaded(self, job: LoadJob, blocks: list[Block]) -> bool:
+    def _loaded(self, job: LoadJob, blocks: list[Block], run: _LoadRun) -> bool:
         if not job.done:
             return False
         assert self.mover is not None
@@ -380,6 +394,11 @@ class Pool:
                 self.demoter.write(block)  # so that the next hit comes from the tier below
         for block in blocks[num_loaded:]:
             self._drop(block)
+        run.num_jobs -= 1
+        run.sources += sources
+        if not run.num_jobs and len(set(run.sources)) == 1:
+            nbytes = len(run.sources) * self.memory.layout.nbytes
+            self._costs[run.sources[0]].observe(nbytes, time.monotonic() - run.begun_s)
         return True
 
     def _is_closed(self, ids: Sequence[BlockId]) -> bool:

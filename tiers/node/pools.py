@@ -33,7 +33,6 @@ DRAIN_S = 30.0  # how long a stopping node writes blocks that only memory holds
 
 @dataclass(slots=True, eq=False)
 class _LayoutPool:
-    layout: BlockLayout
     pool: Pool
     below: ManagedTier | None
     operations: PoolOperations
@@ -62,16 +61,13 @@ class NodePools:
     def pool(self, number: int) -> Pool:
         return self._entry(number).pool
 
-    def layout(self, number: int) -> BlockLayout:
-        return self._entry(number).layout
-
     def operations(self, number: int) -> PoolOperations:
         return self._entry(number).operations
 
     def number_of(self, layout: BlockLayout) -> int:
         """The number of a layout's pool, made on its first use. Raises NodeError."""
         for number, entry in enumerate(self._entries):
-            if entry.layout == layout:
+            if entry.pool.memory.layout == layout:
                 return number
         if len(self._entries) >= MAX_POOLS:
             raise NodeError(f"the node serves {MAX_POOLS} block layouts already; start another")
@@ -152,7 +148,7 @@ class NodePools:
         operations = operations_on(pool, below, self._settings)
         spares = SpareFrames(pool.arena, self._wake)
         spares.start()
-        return _LayoutPool(layout, pool, below, operations, spares)
+        return _LayoutPool(pool, below, operations, spares)
 
     def _groups(self) -> list[dict[str, Any]]:
         """What each owner with a quota has in each tier. Unnamed scopes count as one."""
@@ -171,9 +167,9 @@ class NodePools:
 
 
 def _stats(entry: _LayoutPool) -> dict[str, Any]:
-    keeper = entry.operations.keeper
+    keeper, layout = entry.operations.keeper, entry.pool.memory.layout
     return {
-        "layout": messages.describe_layout(entry.layout),
+        "layout": messages.describe_layout(layout),
         "num_blocks": entry.pool.residency.host.num_blocks,
         "locked_bytes": entry.pool.arena.num_locked_bytes,
         "evicted": entry.pool.count_of(CacheEvent.EVICTED),
@@ -183,5 +179,5 @@ def _stats(entry: _LayoutPool) -> dict[str, Any]:
         "pinned_blocks": keeper.num_blocks,
         "pinnable_blocks": keeper.max_blocks,
         **entry.pool.counts.as_json(),
-        **stats_below(entry.below, entry.layout),
+        **stats_below(entry.below, layout),
     }

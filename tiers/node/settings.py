@@ -40,7 +40,6 @@ class NodeSettings:
         if self.disk_dir is None:
             raise ConfigurationError(
                 "a remote tier needs a disk tier, because its blocks pass through it; name one "
-                "with "
-                "--disk-cache-dir, or leave --remote-url out"
+                "with --disk-cache-dir, or leave --remote-url out"
             )
         self.remote.check()

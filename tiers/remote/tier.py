@@ -100,8 +100,8 @@ class RemoteTier:
     def probe(self, ids: Sequence[BlockId], num_readers: int = 1) -> int:
         """The length of the leading run that is in the store and worth loading by so many readers,
         as far as there are jobs for them."""
-        found = self._call(lambda: self._objects.exists([_name(block) for block in ids]))
-        held = next((at for at, there in enumerate(found or ()) if not there), len(found or ()))
+        found = self.exist(ids)
+        held = next((at for at, there in enumerate(found) if not there), len(found))
         num_tokens, nbytes = held * self._block_tokens, held * self._block_bytes
         readers = min(num_readers, -(-held // BLOCKS_PER_LOAD))
         if held and not self.economy.worth(num_tokens, nbytes, readers):

@@ -92,7 +92,7 @@ def rank_of(adapter: str) -> int:
     return int(json.loads((Path(adapter) / "adapter_config.json").read_text())["r"])
 
 
-def serve_flags(settings: Settings, folder: Path, connector: Mapping[str, str] | None) -> list[str]:
+def serve_flags(settings: Settings, folder: Path, connector: Mapping[str, Any] | None) -> list[str]:
     """The command line of `vllm serve` for the model in `folder`: what its user gave, and what the
     server sets. `connector`: where ours finds its node, and whom it tells."""
     model, given = settings.model, {name.replace("_", "-") for name in settings.engine.vllm}

@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from cachesvc.config.errors import ConfigError
 from cachesvc.config.places import disk_path, models_path
@@ -136,7 +137,10 @@ def _started(
     if node is not None:
         reports = Reports(data_dir / "vllm-reports.sock")
         opening.callback(reports.close)
-    connector = {"node": str(node), "reports": str(reports.path)} if reports is not None else None
+    connector: dict[str, Any] | None = None
+    if reports is not None:
+        weighs = settings.cache.weigh_loads
+        connector = {"node": str(node), "reports": str(reports.path), "weigh_loads": weighs}
     flags = serve_flags(settings, folder, connector)
     child = VllmChild(data_dir / "vllm.sock", flags, exact=settings.model.exact == "always")
     opening.callback(child.close)

@@ -1,0 +1,62 @@
+"""What a slow disk loads later than vLLM computes it is computed, and says so; and a disk that gets
+fast again is used again."""
+
+import pytest
+
+from tests.vllm.processes import RunningNode
+from tests.vllm.throttled import forget_pages, throttle
+from tiers.transfer.economy import RETRY_EVERY
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
+
+BLOCK = 128
+WHOLE = 2 * BLOCK
+SLOW = 10_000_000  # bytes a second: a block of 5.9 MB takes much longer than its 128 tokens
+PROMPTS = [
+    [(place * 7919 + seed * 104_729) % 40_000 + 100 for place in range(WHOLE + 5)]
+    for seed in range(RETRY_EVERY + 8)
+]
+
+
+@pytest.fixture
+def stored(model, started, tmp_path):
+    """An engine over a node whose disk alone has all prompts, and what bounds its reads."""
+    with throttle(tmp_path) as bound:
+        node = RunningNode(tmp_path)
+        node.start("1GiB", "4GiB")
+        try:
+            with started(model, node, tmp_path) as engine:
+                cold = [engine.generate(prompt, max_tokens=1)[0]["tokens"] for prompt in PROMPTS]
+                engine.forget()
+                node.until_on_disk()
+                node.stop()
+                forget_pages(node.disk)
+                node.start("1GiB", "4GiB")
+                bound.add(node.pid)
+                yield engine, node, bound, cold
+        finally:
+            node.kill()
+
+
+def test_what_loads_slower_than_it_computes_is_computed_until_the_disk_is_fast(stored):
+    engine, node, bound, cold = stored
+    bound.set(SLOW)
+    asked = iter(zip(PROMPTS, cold, strict=True))
+    trials = []  # hit tokens, by prompt
+
+    def ask():
+        prompt, tokens = next(asked)
+        (answer,) = engine.generate(prompt, max_tokens=1)
+        assert tokens == answer["tokens"]
+        hits, misses = answer["hits"].get("disk", 0), answer["misses"].get("uneconomic", 0)
+        assert hits + misses in (0, WHOLE), answer
+        trials.append(hits)
+        return hits, misses
+
+    while (0, WHOLE) != ask():
+        assert len(trials) < 6, "it was loaded, or vLLM lost patience, often enough to know"
+    assert node.pool()["disk_hits"] > 0, "nothing was known, so it was tried"
+    bound.set(0)
+    while (WHOLE, 0) != ask():
+        pass  # a block of one in so many prompts tells how fast it is
+    assert (WHOLE, 0) == ask()
