@@ -91,12 +91,12 @@ def tenant_of(salt: str) -> bytes:
 
 def identity_of(config: Any, kv_cache: Any) -> EngineIdentity:
     """The identity of an engine with this `VllmConfig` and `KVCacheConfig`. Raises Unsupported."""
-    parallel, model = config.parallel_config, config.model_config
+    parallel = config.parallel_config
     if parallel.pipeline_parallel_size > 1:
         raise UnsupportedKv("pipeline parallelism keeps other layers on every rank")
     if getattr(parallel, "decode_context_parallel_size", 1) > 1:
         raise UnsupportedKv("decode context parallelism spreads one block over several ranks")
-    groups = groups_of(config, kv_cache)
+    groups, model = groups_of(config, kv_cache), config.model_config
     scope = CacheScope(
         weights=weights_digest(model.model, model.revision) + model.compute_hash().encode(),
         layout=_described(config, kv_cache, groups),
