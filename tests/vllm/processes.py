@@ -10,6 +10,10 @@ import time
 from contextlib import closing, suppress
 from pathlib import Path
 
+import httpx
+
+from engine.remote.metrics import counters_in
+from tests.patience import PATIENCE_S, free_port, until_ready
 from tiers.node.client import NodeClient
 
 ROOT = Path(__file__).parents[2]
@@ -126,6 +130,45 @@ class Engine:
             self._asks.close()
         if self._process is not None:
             self._process.wait()
+
+
+def until_healthy(url, process, log):
+    until_ready(
+        lambda: httpx.get(f"{url}/health", timeout=5).raise_for_status(),
+        *(process, log, httpx.HTTPError),
+    )
+
+
+class Serving:
+    """`vllm serve`, as an operator starts it, with these options and flags."""
+
+    def __init__(self, model, log, *flags, env=None, **options):
+        port = free_port()
+        self.url, self._log = f"http://127.0.0.1:{port}", log
+        told = {"model": model, "served-model-name": model.name, "port": port, "dtype": "float32"}
+        named = [f"--{name.replace('_', '-')}={value}" for name, value in (told | options).items()]
+        usual = ["--enforce-eager", "--enable-prompt-tokens-details"]
+        with log.open("wb") as out:
+            self._process = subprocess.Popen(
+                [PYTHON, "-m", "vllm.entrypoints.openai.api_server", *named, *usual, *flags],
+                stdout=out,
+                stderr=out,
+                cwd=ROOT,
+                env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(env or {})},
+                start_new_session=True,
+            )
+
+    def wait(self):
+        until_healthy(self.url, self._process, self._log)
+
+    def counters(self):
+        return counters_in(httpx.get(f"{self.url}/metrics", timeout=PATIENCE_S).text)
+
+    def kill(self):
+        """kill -9, its workers included."""
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
 
 
 def pipe():

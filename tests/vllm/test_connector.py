@@ -9,6 +9,7 @@ from contextlib import ExitStack, closing
 import pytest
 
 from tests.crash.test_node_kill import record_offset
+from tests.patience import until
 from tests.unit.test_disk_faults import flip
 from tiers.disk.open import open_disk
 from tiers.node.below import disk_folder
@@ -127,12 +128,7 @@ def test_the_same_tokens_from_every_tier_and_after_every_kill(
 
 def wait_for_link(story, engine):
     """An engine leaves a node that failed alone for a second; ask until it is back."""
-    for _ in range(30):
-        engine.forget()
-        (answer,) = story.ask(engine, "third")
-        if answer["hits"]:
-            return
-    raise AssertionError("the engine did not come back to the node")
+    until(lambda: engine.forget() or story.ask(engine, "third")[0]["hits"])
 
 
 def damage(disk, layout):

@@ -3,9 +3,8 @@ and two of our servers before that, with one ledger in PostgreSQL. A hundred con
 middle, one vLLM is killed.
 """
 
-import os
+import json
 import re
-import signal
 import subprocess
 import time
 from collections import Counter
@@ -16,13 +15,12 @@ import httpx
 import pytest
 
 from billing.gate.entries import Kind
-from engine.remote.metrics import counters_in
 from tests.e2e.test_two_machines import Machine
-from tests.patience import free_port
+from tests.patience import PATIENCE_S, free_port, until
 from tests.postgres_server import fresh_database
 from tests.redis_server import redis_server
 from tests.support.billing import booked
-from tests.vllm.processes import PYTHON, ROOT, RunningNode, connector
+from tests.vllm.processes import PYTHON, RunningNode, Serving, connector, until_healthy
 
 pytestmark = [
     pytest.mark.vllm,
@@ -31,7 +29,6 @@ pytestmark = [
     pytest.mark.timeout(1800),
 ]
 
-PATIENCE_S = 600.0
 NUM_CONVERSATIONS = 100
 AT_ONCE = 8
 OPENING = " ".join(f"Person {n} lives in town {n * 7 % 97}." for n in range(30))
@@ -49,62 +46,6 @@ class Server(Machine):
         return [script, *more[:sizes], "--engine", self.engine]
 
 
-class Vllm:
-    """`vllm serve` with our connector, as an operator starts it."""
-
-    def __init__(self, model, node, log):
-        self.url, self._log = f"http://127.0.0.1:{free_port()}", log
-        told = {
-            "model": model,
-            "port": self.url.rpartition(":")[2],
-            "served-model-name": model.name,
-            "max-model-len": 1024,
-            "max-num-seqs": AT_ONCE,
-            "kv-cache-memory-bytes": 256 << 20,
-            "dtype": "float32",
-            "scheduling-policy": "priority",
-            "kv-transfer-config": str(connector(node)).replace("'", '"'),
-        }
-        options = [word for name, value in told.items() for word in (f"--{name}", str(value))]
-        flags = ["--enforce-eager", "--enable-prompt-tokens-details"]
-        with log.open("wb") as out:
-            self._process = subprocess.Popen(
-                [PYTHON, "-m", "vllm.entrypoints.openai.api_server", *options, *flags],
-                stdout=out,
-                stderr=out,
-                cwd=ROOT,
-                env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-                start_new_session=True,
-            )
-
-    def wait(self):
-        until(lambda: self._process.poll() is not None or answers(f"{self.url}/health"))
-        assert self._process.poll() is None, self._log.read_text()[-4000:]
-
-    def counters(self):
-        return counters_in(httpx.get(f"{self.url}/metrics", timeout=PATIENCE_S).text)
-
-    def kill(self):
-        """kill -9, its workers included."""
-        if self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-
-
-def answers(url):
-    try:
-        return httpx.get(url, timeout=5).status_code == 200
-    except httpx.HTTPError:
-        return False
-
-
-def until(done):
-    give_up = time.monotonic() + PATIENCE_S
-    while not done():
-        assert time.monotonic() < give_up
-        time.sleep(0.1)
-
-
 @contextmanager
 def router(engines, log):
     port = free_port()
@@ -114,10 +55,10 @@ def router(engines, log):
     metrics = ["--prometheus-port", str(free_port())]
     with log.open("wb") as out:
         process = subprocess.Popen([*command, *health, *metrics, *workers], stdout=out, stderr=out)
+    url = f"http://127.0.0.1:{port}"
     try:
-        until(lambda: process.poll() is not None or answers(f"http://127.0.0.1:{port}/health"))
-        assert process.poll() is None, log.read_text()[-4000:]
-        yield f"http://127.0.0.1:{port}"
+        until_healthy(url, process, log)
+        yield url
     finally:
         process.kill()
         process.wait()
@@ -206,7 +147,10 @@ def test_a_fleet_bills_each_answer_once_while_an_engine_is_killed(model, tmp_pat
         node = RunningNode(tmp_path, more=("--remote-url", store))
         node.start()
         stack.callback(node.kill)
-        engines = [Vllm(model, node.socket, tmp_path / f"vllm-{n}.log") for n in range(2)]
+        options = {"max_model_len": 1024, "max_num_seqs": AT_ONCE, "scheduling_policy": "priority"}
+        options["kv_transfer_config"] = json.dumps(connector(node.socket))
+        options["kv_cache_memory_bytes"] = 256 << 20
+        engines = [Serving(model, tmp_path / f"vllm-{n}.log", **options) for n in range(2)]
         for engine in engines:
             stack.callback(engine.kill)
         for engine in engines:

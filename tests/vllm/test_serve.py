@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import subprocess
-import time
 from collections import Counter
 from contextlib import closing
 from pathlib import Path
@@ -19,6 +18,7 @@ import pytest
 from billing.gate.entries import Kind
 from billing.store import reports as store_reports
 from tests.live_server import LiveServer
+from tests.patience import PATIENCE_S, until
 from tests.redis_server import redis_server
 from tests.vllm.processes import PYTHON, ROOT, RunningNode
 from tiers.node.client import NodeClient
@@ -27,7 +27,6 @@ from tiers.node.messages import described_layout
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 
 BLOCK = 128
-PATIENCE_S = 600.0
 CLASSES = ("hit_device", "hit_host", "hit_disk", "hit_remote", "miss", "output")
 RUN = "import sys; sys.argv[0] = 'cachesvc'; from cachesvc.cli import main; main()"
 STORY = " ".join(f"Person {n} lives in town {n * 7 % 97}." for n in range(60))
@@ -154,13 +153,6 @@ def stop_node(server):
             client.open()
             os.kill(client.peer, signal.SIGTERM)
         until(lambda: not server.socket.exists())
-
-
-def until(done):
-    give_up = time.monotonic() + PATIENCE_S
-    while not done():
-        assert time.monotonic() < give_up
-        time.sleep(0.05)
 
 
 def test_a_server_over_vllm_bills_by_tier_what_it_served(server, tmp_path):

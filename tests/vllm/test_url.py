@@ -1,9 +1,6 @@
 """A server before a `vllm serve` with LoRA adapters: each answers, and hits, as itself."""
 
-import socket
-import subprocess
-import time
-from contextlib import closing
+from contextlib import ExitStack
 
 import httpx
 import pytest
@@ -11,22 +8,20 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.api.real_service import served
+from tests.patience import PATIENCE_S
 from tests.support.models import save_adapter
-from tests.vllm.processes import PYTHON, ROOT, environment
+from tests.vllm.processes import Serving
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800), pytest.mark.anyio]
 
-PATIENCE_S = 900.0
 ADAPTERS = {"sql": 1, "poem": 2}  # by their seeds
 PROMPT = " ".join(f"Person {n} lives in town {n * 7 % 97}." for n in range(20))
 
 
 @pytest.fixture(scope="module")
 def adapters(model, tmp_path_factory):
-    folder, plain = (
-        tmp_path_factory.mktemp("adapters"),
-        AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
-    )
+    folder = tmp_path_factory.mktemp("adapters")
+    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     for name, seed in ADAPTERS.items():
         save_adapter(folder / name, plain, seed=seed, r=8)
     return {name: str(folder / name) for name in ADAPTERS}
@@ -35,40 +30,15 @@ def adapters(model, tmp_path_factory):
 @pytest.fixture(scope="module")
 def engine(model, adapters, tmp_path_factory):
     """The URL of vLLM as an operator starts it."""
-    with closing(socket.socket()) as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    log = tmp_path_factory.mktemp("vllm") / "log"
-    flags = ["--enforce-eager", "--enable-prompt-tokens-details", "--enable-lora"]
-    options = {"model": model, "served-model-name": model.name, "port": port, "dtype": "float32"}
-    options |= {"host": "127.0.0.1", "max-model-len": 2048, "max-num-seqs": 4, "max-lora-rank": 8}
-    named = [part for name, each in options.items() for part in (f"--{name}", str(each))]
     loras = [f"{name}={folder}" for name, folder in adapters.items()]
-    command = [PYTHON, "-m", "vllm.entrypoints.openai.api_server", *named, *flags]
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            [*command, "--lora-modules", *loras],
-            cwd=ROOT,
-            env=environment(1, core_apart=True) | {"VLLM_CPU_KVCACHE_SPACE": "1"},
-            stdout=out,
-            stderr=out,
-        )
-    try:
-        give_up = time.monotonic() + PATIENCE_S
-        while not _answers(url := f"http://127.0.0.1:{port}"):
-            assert process.poll() is None and time.monotonic() < give_up, log.read_text()
-            time.sleep(0.2)
-        yield url
-    finally:
-        process.terminate()
-        process.wait()
-
-
-def _answers(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/health").status_code == 200
-    except httpx.TransportError:
-        return False
+    options = {"max_model_len": 2048, "max_num_seqs": 4, "max_lora_rank": 8}
+    flags = ("--enable-lora", "--lora-modules", *loras)
+    log, env = tmp_path_factory.mktemp("vllm") / "log", {"VLLM_CPU_KVCACHE_SPACE": "1"}
+    with ExitStack() as stack:
+        serving = Serving(model, log, *flags, env=env, **options)
+        stack.callback(serving.kill)
+        serving.wait()
+        yield serving.url
 
 
 async def test_each_adapter_answers_as_itself_and_hits_what_itself_computed(
