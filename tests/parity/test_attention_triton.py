@@ -62,8 +62,21 @@ def span(sequence_id, start, count, table, **fields):
     return Span(sequence_id, np.zeros(count, np.int32), start, table, True, PARAMS, **fields)
 
 
-def run(attention, spans, heads, dim, options, *, rank=None):
-    """Of latents if they have a `rank`, `heads` in all."""
+def agree(heads, dim, options, spans, *, rank=None, dtype=torch.float32):
+    """The kernel's path gives what the reference does, and both write the same. Of latents if they
+    have a `rank`; `heads` in all."""
+    layers = () if rank is None else (LayerLayout(1, dim, rank, shared=True),) * LAYERS
+    generator = torch.Generator().manual_seed(1)
+    shape = (2, BLOCK, KV_HEADS) if rank is None else (1, BLOCK, 1)
+    pool = torch.randn(45, LAYERS, *shape, dim, generator=generator).to(dtype)
+    pools = pool.clone(), pool.clone()
+    paths = ReferenceAttention(pools[0], layers), paged.TritonAttention(pools[1], layers)
+    expected, actual = (run(path, spans, heads, dim, options, rank) for path in paths)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+    assert torch.equal(pools[0], pools[1]), "both paths write the same"
+
+
+def run(attention, spans, heads, dim, options, rank):
     generator = torch.Generator().manual_seed(5)
     total = sum(len(span.tokens) for span in spans) + 1  # one row of padding
     kv_heads = KV_HEADS if rank is None else 1
@@ -103,10 +116,6 @@ def options_of(scaling, window, scores, heads):
     ],
 )
 def test_decode_and_prefill_agree_with_the_reference(groups, dim, window, scores, dtype):
-    generator = torch.Generator().manual_seed(1)
-    pool = torch.randn(30, LAYERS, 2, BLOCK, KV_HEADS, dim, generator=generator).to(dtype)
-    pools = pool.clone(), pool.clone()
-    options = options_of(dim**-0.5, window, scores, KV_HEADS * groups)
     spans = [
         span(1, 0, 1, [3]),
         span(2, 140, 1, [9, 2, 17, 4, 5, 6, 7, 8, 1]),
@@ -116,10 +125,8 @@ def test_decode_and_prefill_agree_with_the_reference(groups, dim, window, scores
         span(6, 130, 19, [0, 10, 11, 12, 13, 14, 15, 16, 18, 19]),
         span(7, 0, 65, [25, 26, 27, 28, 29]),  # too long for the kernel
     ]
-    expected = run(ReferenceAttention(pools[0]), spans, KV_HEADS * groups, dim, options)
-    actual = run(paged.TritonAttention(pools[1]), spans, KV_HEADS * groups, dim, options)
-    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
-    assert torch.equal(pools[0], pools[1]), "both paths write the same KV"
+    heads = KV_HEADS * groups
+    agree(heads, dim, options_of(dim**-0.5, window, scores, heads), spans, dtype=dtype)
 
 
 @in_child
@@ -135,11 +142,6 @@ def test_decode_and_prefill_agree_with_the_reference(groups, dim, window, scores
 )
 def test_latents_are_read_in_place_as_the_reference_reads_them(shape, window, scores, dtype):
     heads, rank, rotated = shape
-    layers = (LayerLayout(1, rank + rotated, rank, shared=True),) * LAYERS
-    generator = torch.Generator().manual_seed(1)
-    pool = torch.randn(45, LAYERS, 1, BLOCK, 1, rank + rotated, generator=generator).to(dtype)
-    pools = pool.clone(), pool.clone()
-    options = options_of(0.2, window, scores, heads)
     spans = [
         span(1, 0, 1, [3]),
         span(2, 140, 1, [9, 2, 17, 4, 5, 6, 7, 8, 1]),
@@ -149,25 +151,17 @@ def test_latents_are_read_in_place_as_the_reference_reads_them(shape, window, sc
         span(6, 0, 65, [25, 26, 27, 28, 29]),  # too long for the kernel
         span(7, 600, 1, [*range(5, 43)]),  # split
     ]
-    paths = ReferenceAttention(pools[0], layers), paged.TritonAttention(pools[1], layers)
-    expected, actual = (
-        run(path, spans, heads, rank + rotated, options, rank=rank) for path in paths
-    )
-    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
-    assert torch.equal(pools[0], pools[1]), "both paths write the same latents"
+    options = options_of(0.2, window, scores, heads)
+    agree(heads, rank + rotated, options, spans, rank=rank, dtype=dtype)
+
+
+LONG = [(1, 25, 70, [3, 1, 2, 4, 5, 6]), (2, 0, 66, [7, 8, 9, 10, 11])]
 
 
 @in_child
 def test_long_spans_of_latents_are_gathered_a_few_queries_at_a_time(monkeypatch):
     monkeypatch.setattr(paged, "_TILE_SCORES", 8 * 40)
-    layers = (LayerLayout(1, 24, 16, shared=True),) * LAYERS
-    pool = torch.randn(12, LAYERS, 1, BLOCK, 1, 24, generator=torch.Generator().manual_seed(1))
-    pools = pool.clone(), pool.clone()
-    spans = [span(1, 25, 70, [3, 1, 2, 4, 5, 6]), span(2, 0, 66, [7, 8, 9, 10, 11])]
-    paths = ReferenceAttention(pools[0], layers), paged.TritonAttention(pools[1], layers)
-    outputs = [run(path, spans, 8, 24, AttentionOptions(scaling=0.2), rank=16) for path in paths]
-    torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-4, atol=1e-5)
-    assert torch.equal(pools[0], pools[1])
+    agree(8, 24, AttentionOptions(scaling=0.2), [span(*one) for one in LONG], rank=16)
 
 
 @in_child
@@ -184,48 +178,51 @@ def test_long_spans_with_caps_or_sinks_compute_few_scores_at_once(scores, window
         return attend_dense(query, key, *others)
 
     monkeypatch.setattr(paged, "attend_dense", noted)
-    options = options_of(0.3, window, scores, KV_HEADS * 3)
-    pool = torch.randn(12, LAYERS, 2, BLOCK, KV_HEADS, 16)
-    pools = pool.clone(), pool.clone()
-    spans = [span(1, 25, 70, [3, 1, 2, 4, 5, 6]), span(2, 0, 66, [7, 8, 9, 10, 11])]
-    expected = run(ReferenceAttention(pools[0]), spans, KV_HEADS * 3, 16, options)
-    actual = run(paged.TritonAttention(pools[1]), spans, KV_HEADS * 3, 16, options)
-    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+    heads = KV_HEADS * 3
+    agree(heads, 16, options_of(0.3, window, scores, heads), [span(*one) for one in LONG])
     assert len(sizes) > 20 and max(sizes) <= limit
+
+
+def graphs_of(runner, num_blocks, sizes, scratch):
+    """Which a recording makes by calling its work again."""
+    assert cuda_graphs(runner._attention, torch.device("cuda"))
+    return StepGraphs(
+        runner._decode_logits,
+        runner._attention,
+        max_blocks=num_blocks,
+        block_size=BLOCK,
+        device=CPU,
+        batch_sizes=sizes,
+        record=lambda work: work,
+        scratch=scratch,
+    )
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """The numbers of queries with which the kernel is launched."""
+    seen, attend_paged = set(), paged.attend_paged
+
+    def counted(query, *others, **fields):
+        seen.add(query.shape[1])
+        return attend_paged(query, *others, **fields)
+
+    monkeypatch.setattr(paged, "attend_paged", counted)
+    return seen
 
 
 @in_child
 @pytest.mark.parametrize("name", ["deepseek_v3", "lfm2", "gemma4_text"])
-def test_models_of_latents_states_or_unlike_layers_decode_by_graphs_as_by_launches(
-    name, monkeypatch
-):
+def test_models_of_latents_states_or_unlike_layers_decode_by_graphs_as_by_launches(name, launched):
     from tests.parity.architectures import served
 
-    launched = set()
-    attend_paged = paged.attend_paged
-
-    def counted(query, *others, rank):
-        launched.add(query.shape[1])
-        return attend_paged(query, *others, rank=rank)
-
-    monkeypatch.setattr(paged, "attend_paged", counted)
     loaded = served(name)
     pools = [new_pool(loaded, 12) for _ in range(3)]
     reference = ReferenceAttention(pools[0], loaded.layers)
     runners = [ModelRunner(loaded, pools[0], reference)] + [
         ModelRunner(loaded, pool, paged.TritonAttention(pool, loaded.layers)) for pool in pools[1:]
     ]
-    assert cuda_graphs(runners[2]._attention, torch.device("cuda"))
-    graphs = StepGraphs(
-        runners[2]._decode_logits,
-        runners[2]._attention,
-        max_blocks=4,
-        block_size=BLOCK,
-        device=CPU,
-        batch_sizes=(2, 8),
-        record=lambda work: work,
-        scratch=11,
-    )
+    graphs = graphs_of(runners[2], 4, (2, 8), scratch=11)
     prompt = np.arange(5, 51, dtype=np.int32)
     answers = [r.step(Batch([Span(1, prompt, 0, [3, 4, 5, 6], True, PARAMS)])) for r in runners]
     runners[2]._graphs = graphs
@@ -271,21 +268,11 @@ def test_a_sequence_cut_into_pieces_is_the_whole(window, sinks, monkeypatch):
 
 @in_child
 def test_decode_steps_from_tensors_equal_those_from_spans():
-    """The graphs' way in, recorded by calling the work again; batches are filled up to a size."""
+    """Batches are filled up to a size."""
     loaded = tiny_model("qwen3")
     pools = [new_pool(loaded, 24) for _ in range(2)]
     runners = [ModelRunner(loaded, pool, paged.TritonAttention(pool)) for pool in pools]
-    assert cuda_graphs(runners[1]._attention, torch.device("cuda"))
-    graphs = StepGraphs(
-        runners[1]._decode_logits,
-        runners[1]._attention,
-        max_blocks=8,
-        block_size=BLOCK,
-        device=CPU,
-        batch_sizes=(1, 2, 4),
-        record=lambda work: work,
-        scratch=23,
-    )
+    graphs = graphs_of(runners[1], 8, (1, 2, 4), scratch=23)
     graphs.warm_up()
     tables = [[3, 4, 5], [9, 1, 7], [20, 21]]
     prompts = [np.arange(5, 5 + length, dtype=np.int32) for length in (16, 33, 9)]
@@ -309,18 +296,10 @@ def test_decode_steps_from_tensors_equal_those_from_spans():
 
 
 @in_child
-def test_the_warm_up_launches_the_kernel_in_both_of_its_forms(monkeypatch):
+def test_the_warm_up_launches_the_kernel_in_both_of_its_forms(launched):
     """What is compiled in service stops everybody."""
     loaded = tiny_model()
     pool = new_pool(loaded, 4)
-    launched = set()
-    attend_paged = paged.attend_paged
-
-    def counted(query, *others, **fields):
-        launched.add(query.shape[1])
-        return attend_paged(query, *others, **fields)
-
-    monkeypatch.setattr(paged, "attend_paged", counted)
     ModelRunner(loaded, pool, paged.TritonAttention(pool)).warm_up()
     assert launched == {1, TAIL_QUERIES}
 
