@@ -11,6 +11,7 @@ from billing.store.opening import database_url
 from billing.usage import Usage
 from tests.contract.conftest import entries
 from tests.support.billing import booked, running_ledger
+from tests.support.threads import beside, ending
 
 BACKUPS = 4
 
@@ -36,14 +37,11 @@ def test_a_copy_of_a_ledger_in_use_is_an_earlier_state_of_it(tmp_path):
                 number += 1
                 begun.set()
 
-        server = threading.Thread(target=serve)
-        server.start()
-        begun.wait()
         copies = [tmp_path / f"copy{number}.sqlite3" for number in range(BACKUPS)]
-        for copy in copies:
-            backup(tmp_path, copy)
-        stopping.set()
-        server.join()
+        with beside(serve), ending(stopping):
+            begun.wait()
+            for copy in copies:
+                backup(tmp_path, copy)
         written = entries(house.ledger.store)
     for copy in copies:
         kept = booked(f"sqlite:///{copy}")

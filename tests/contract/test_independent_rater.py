@@ -82,7 +82,6 @@ def window(card, at):
 def cost(cards, tenant, model, at, used, asked):
     card = in_force(cards, tenant, model, at)
     price = priced(card, model)
-    assert price is not None
     rates = {k: v for k, v in price.items() if not isinstance(v, dict | list)}
     changes = price.get(window(card, at) or "", {})
     prompt_tokens, service = asked

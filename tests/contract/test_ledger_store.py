@@ -2,8 +2,6 @@
 
 import os
 import sqlite3
-import subprocess
-import sys
 from contextlib import closing
 from datetime import UTC, datetime, timedelta
 
@@ -189,36 +187,6 @@ def tamper(store: LedgerStore, statement: str) -> None:
         else:
             connection.execute(text("DROP TRIGGER entries_no_update"))
         connection.exec_driver_sql(statement)
-
-
-PROCESS = """
-import sys, time
-from tests.support.billing import running_ledger
-from billing.usage import Usage
-from billing.gate.outcomes import Outcome
-url, name = sys.argv[1:]
-with running_ledger(url, owner=name) as house:
-    pinned = house.ledger.book.at("model", house.clock(), "CNY")
-    asked = [house.ledger.reserve("acme", f"{name}{i}", 2_000_000, pinned) for i in range(150)]
-    holds = [future.result() for future in asked if future.exception() is None]
-    done = [house.ledger.settle(h, Usage(output=1), Outcome.FINISHED) for h in holds]
-    print(sum(not future.result().repeated for future in done))
-"""
-
-
-def test_two_processes_settle_on_one_ledger(url):
-    with running_ledger(url, owner="parent") as house:
-        house.fund(200 * 2_000_000)
-        children = [
-            subprocess.Popen(
-                [sys.executable, "-c", PROCESS, url, name], stdout=subprocess.PIPE, text=True
-            )
-            for name in ("one", "two")
-        ]
-        settled = [int(child.communicate(timeout=90)[0]) for child in children]
-        account = house.account()
-        assert (sum(settled), account.balance, account.held) == (200, 0, 0)
-        assert audit.verify(house.ledger.store).ok
 
 
 def test_keys_work_at_once_and_end_when_revoked_elsewhere(house):

@@ -4,7 +4,6 @@ never end or speak no HTTP: each is an error in time, and nothing is skipped or 
 
 import random
 import socket
-import threading
 import time
 import urllib.request
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from billing.reports.heads import send_heads
 from billing.usage import Usage
 from tests.contract.conftest import entries
 from tests.support.stand_in import Handler, StandIn, served
+from tests.support.threads import beside
 
 USAGE = Usage(hit_device=100, hit_disk=900, miss=100, output=7)
 
@@ -158,13 +158,11 @@ def speaking(speak):
                     except OSError:
                         continue
 
-        thread = threading.Thread(target=serve)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}/hook", heads
-        finally:
-            listener.shutdown(socket.SHUT_RDWR)
-            thread.join()
+        with beside(serve):
+            try:
+                yield f"http://127.0.0.1:{listener.getsockname()[1]}/hook", heads
+            finally:
+                listener.shutdown(socket.SHUT_RDWR)
 
 
 def says(*lines):

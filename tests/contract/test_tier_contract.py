@@ -2,12 +2,14 @@
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.support.faulty_storage import LAYOUT, SCOPE, chain, fill, holds, put, take, wipe
+from tests.support.faulty_storage import LAYOUT, SCOPE, chain, holds, put, take, wipe
 from tests.support.memory_tier import MemoryTier
+from tests.support.threads import beside
 from tiers.blocks.frames import Frame, FrameArena
 from tiers.blocks.keys import BlockId, CacheScope
 from tiers.disk.open import open_disk
@@ -132,10 +134,8 @@ def test_capacity_holds_and_the_dropped_are_named(tier, frames):
     while total < 10 * tier.stats().capacity_bytes:
         seed += 1
         ids = blocks(8, seed)
-        for frame, block in zip(frames, ids, strict=False):
-            fill(frame, block)
         held |= {block.key for block in ids}
-        held -= set(tier.store(ids, frames[:8]))
+        held -= set(put(tier, ids, frames))
         total += 8 * LAYOUT.nbytes
         stats = tier.stats()
         assert stats.used_bytes <= stats.capacity_bytes
@@ -188,19 +188,10 @@ def test_readers_beside_a_writer_never_see_another_block(tier, frames):
                 if not holds(frame, block, spare):
                     wrong.append(f"{block.key.hex()} after {number} loads")
 
-    threads = [
-        threading.Thread(target=read, args=(frames[at : at + 4], frames[at + 4])) for at in (8, 16)
-    ]
-    for thread in threads:
-        thread.start()
-    for _ in range(4):
-        for ids in chains:
-            for frame, block in zip(frames, ids, strict=False):
-                fill(frame, block)
-            tier.store(ids, frames[:4])
-    done.set()
-    for thread in threads:
-        thread.join()
+    with beside(*(partial(read, frames[at : at + 4], frames[at + 4]) for at in (8, 16))):
+        for ids in chains * 4:
+            put(tier, ids, frames)
+        done.set()
     assert wrong == []
     assert not set(tier.stats().faults) - {MissReason.NO_ROOM}
 

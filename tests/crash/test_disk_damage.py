@@ -102,7 +102,6 @@ def damage(root, seed):
     if rng.random() < 0.1:
         (path.parent / "lock.mdb").write_bytes(rng.randbytes(rng.choice([100, 8192])))
     meta = read_meta(root)
-    assert meta is not None
     if rng.random() < 0.3:
         write_meta(root, replace(meta, clean=False))
     return ", ".join(done)
@@ -184,7 +183,6 @@ def cut_power(root, seed):
     ]
     data_file(root).write_bytes(b"".join(pages))
     meta = read_meta(root)
-    assert meta is not None
     write_meta(root, replace(meta, clean=False))
 
 

@@ -19,7 +19,7 @@ from billing.store.opening import open_store
 from tests.children import FORKS, in_child, start_child
 from tests.support.faulty_storage import LAYOUT, KillingStorage, chain, fetched, put, take
 from tiers.blocks.frames import FrameArena
-from tiers.disk.directory import DirectoryLock, Meta, is_locked, read_meta, write_meta
+from tiers.disk.directory import DirectoryLock, is_locked
 from tiers.disk.open import open_disk
 from tiers.errors import ConfigurationError, DirectoryLocked, MissReason
 
@@ -131,7 +131,6 @@ def test_a_look_at_the_lock_does_not_refuse_a_start(tmp_path, monkeypatch):
     with subprocess.Popen(
         [*command, str(tmp_path / "server.lock")], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as looker:
-        assert looker.stdin is not None
         looker.stdout.readline()
         assert not is_locked(tmp_path)
         threading.Timer(0.2, looker.stdin.close).start()
@@ -151,20 +150,3 @@ def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch):
     with pytest.raises(StoreError, match=r"cannot be locked .* or in PostgreSQL"):
         store.claim("server")
     store.close()
-
-
-def after_power_cut(root):
-    """Make the folder look as one that was open when its machine lost power."""
-    meta = read_meta(root)
-    write_meta(root, Meta(meta.format, meta.num_shards, meta.map_bytes, num_blocks=8))
-
-
-def test_after_a_power_cut_a_whole_shard_is_kept(tmp_path):
-    tier = opened(tmp_path)
-    store(tier, 0)
-    tier.close()
-    after_power_cut(tmp_path)
-    tier = opened(tmp_path)
-    assert num_served(tier, 0) == 8
-    assert not tier.stats().faults
-    tier.close()

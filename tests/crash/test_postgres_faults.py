@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter
 from contextlib import closing, contextmanager
+from functools import partial
 
 import psycopg
 import pytest
@@ -23,6 +24,7 @@ from billing.usage import Usage
 from tests.patience import until
 from tests.postgres_server import fresh_database, postgres_server
 from tests.support.billing import running_ledger
+from tests.support.threads import beside, ending
 
 pytestmark = pytest.mark.postgres
 
@@ -108,20 +110,13 @@ def test_connections_ended_at_random_cost_no_tenant_anything(house, postgres):
                 continue
             answered.append(f"{number}-{turn}")
 
-    threads = [threading.Thread(target=client, args=(number,)) for number in range(6)]
-    for thread in threads:
-        thread.start()
     dice = random.Random(7)
-    try:
-        with administrator(postgres) as ask_postgres:
-            for _ in range(30):
-                time.sleep(dice.uniform(0.005, 0.06))
-                ask_postgres(END_ALL)
-            until(lambda: len(answered) > 20)
-    finally:
-        over.set()
-        for thread in threads:
-            thread.join()
+    asking = beside(*(partial(client, number) for number in range(6)))
+    with asking, ending(over), administrator(postgres) as ask_postgres:
+        for _ in range(30):
+            time.sleep(dice.uniform(0.005, 0.06))
+            ask_postgres(END_ALL)
+        until(lambda: len(answered) > 20)
     prove(house, answered)
 
 

@@ -10,6 +10,8 @@ import random
 import shutil
 import sqlite3
 import threading
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from billing.gate.entries import Kind
@@ -17,6 +19,7 @@ from billing.gate.outcomes import Outcome
 from billing.money import UNITS
 from billing.usage import Usage
 from tests.support.billing import booked, running_ledger
+from tests.support.threads import beside, ending
 
 CUTS = 9
 SECTOR = 512
@@ -75,34 +78,23 @@ def torn_between(old, new, unit, dice):
     return mixed
 
 
-class Clients:
+@contextmanager
+def clients(house):
     """Four threads that ask, and what they were told."""
+    over, told = threading.Event(), []
 
-    def __init__(self, house):
-        self._house = house
-        self._over = threading.Event()
-        self.told = []
-        self._threads = [threading.Thread(target=self._ask, args=(n,)) for n in range(4)]
-
-    def __enter__(self):
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_):
-        self._over.set()
-        for thread in self._threads:
-            thread.join()
-
-    def _ask(self, number):
+    def ask(number):
         turn = 0
-        while not self._over.is_set():
+        while not over.is_set():
             turn += 1
             name = f"{number}-{turn}"
-            hold = self._house.reserve(name, 10**7, session=str(number))
-            self._house.ledger.top_up(hold, 1, usage=Usage(miss=3, output=1)).result()
-            self._house.ledger.settle(hold, USED, Outcome.FINISHED).result()
-            self.told.append(name)
+            hold = house.reserve(name, 10**7, session=str(number))
+            house.ledger.top_up(hold, 1, usage=Usage(miss=3, output=1)).result()
+            house.ledger.settle(hold, USED, Outcome.FINISHED).result()
+            told.append(name)
+
+    with beside(*(partial(ask, number) for number in range(4))), ending(over):
+        yield told
 
 
 def prove(found, told):
@@ -127,7 +119,7 @@ def test_acknowledged_entries_survive_a_power_failure(tmp_path, monkeypatch):
         house.fund(10**6 * UNITS)
         store = house.ledger.store
         disk = Disk(path, monkeypatch)
-        with Clients(house) as clients:
+        with clients(house) as answered:
             for number in range(CUTS):
                 threading.Event().wait(dice.uniform(0.01, 0.08))
                 is_copied = number % 3 == 2  # the log, into the database, while the power goes
@@ -137,12 +129,12 @@ def test_acknowledged_entries_survive_a_power_failure(tmp_path, monkeypatch):
                         disk.sync_log()
                         copying.start()
                     with disk.lock:
-                        told = list(clients.told)
+                        told = list(answered)
                         found = disk.cut(tmp_path / str(number), dice)
                 if is_copied:
                     copying.join()
                 prove(found, told)
-        assert len(clients.told) > 20
+        assert len(answered) > 20
 
 
 def copy_log(house, disk):

@@ -1,6 +1,5 @@
 """Every attention path against the reference, on random pools."""
 
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +14,7 @@ from engine.attention.base import (
 from engine.attention.cpu import CpuAttention
 from engine.batch import Span
 from engine.request import SamplingParams
+from tests.support.threads import beside
 from tiers.blocks.layout import BlockLayout, LayerLayout
 
 LAYERS, KV_HEADS, GROUPS, DIM, BLOCK = 2, 3, 3, 32, 16
@@ -198,8 +198,7 @@ def test_the_thread_that_makes_it_gets_no_team_of_threads():
         assert attention is not None
 
     before = torch.get_num_threads()
-    thread = threading.Thread(target=make)
-    thread.start()
-    thread.join()
+    with beside(make):
+        pass
     torch.set_num_threads(before)
     assert counts[0] == counts[1]

@@ -4,9 +4,9 @@ from engine.engine import Engine
 from engine.execution.runner import ModelRunner
 from engine.scheduling.settings import SchedulerSettings
 from engine.settings import EngineSettings
+from tests.support.caches import cache_of
 from tests.support.requests import request
 from tiers.blocks.keys import CacheScope
-from tiers.cache import CacheSettings, TieredCache
 
 BLOCK = 16
 
@@ -15,9 +15,7 @@ class TurnedEngine:
     """`settings`: of the engine."""
 
     def __init__(self, loaded, *, blocks=60, step_tokens=64, **settings):
-        layout = loaded.layout(BLOCK)
-        tiers = CacheSettings(device_bytes=blocks * layout.nbytes, host_bytes=0)
-        self.cache = TieredCache(layout, tiers)
+        self.cache = cache_of(loaded.layout(BLOCK), blocks)
         scheduler = SchedulerSettings(step_tokens=step_tokens, mixed_step_tokens=step_tokens)
         self.engine = Engine(
             ModelRunner(loaded, self.cache.pool.tensor, owners=self.cache.pool.owners),

@@ -4,6 +4,7 @@ from billing.prices.cards import default_card
 from billing.prices.rating import rate
 from billing.usage import Usage
 from tests.sim.world import World
+from tiers.errors import MissReason
 
 HIT, MISS, OUTPUT = 100_000, 1_000_000, 2_000_000
 
@@ -63,7 +64,7 @@ def test_a_client_leaving_while_preempted_is_billed_for_the_computed_prompt() ->
     world.check()
 
 
-def test_a_block_that_failed_to_load_is_a_miss() -> None:
+def test_a_block_that_failed_to_load_is_a_miss_with_its_reason() -> None:
     world = World(device_blocks=12, host_blocks=16, disk_blocks=500)
     prompt = [*range(20), 7]
     world.ask("cold", prompt, max_tokens=1)
@@ -73,6 +74,9 @@ def test_a_block_that_failed_to_load_is_a_miss() -> None:
     world.tier.fault_rate = 1.0
     world.submit("again", prompt, max_tokens=1)
     world.run(max_turns=500)
+    world.check()
+    reasons = {reason for output in world.outputs["again"] for reason in output.miss_reasons}
+    assert reasons & {MissReason.CHECKSUM, MissReason.IO_ERROR}
     usage, price = billed(world, "again")
     assert (0, 21) == (usage.hit_disk, usage.prompt)
     assert 21 * MISS + OUTPUT == price  # what the device still had is less than the least size

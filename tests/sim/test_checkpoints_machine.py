@@ -128,7 +128,6 @@ class World:
         below = dict(zip(names, (*self.tiers, *self.movers), strict=False))
         sizes = {"device_bytes": device, "host_bytes": host, "checkpoint_share": states / device}
         self.cache = TieredCache(layout, CacheSettings(**sizes, weigh_loads=False), **below)
-        assert self.cache.group is not None
         self.groups = [self.cache, self.cache.group]
         states_pool = self.cache.group.pool.tensor
         self.runner = StatefulRunner(self.cache.pool.tensor, states_pool, self.window)

@@ -163,12 +163,3 @@ def test_a_long_life(seed, tmp_path):
         life.step()
     life.end()
     assert life.num_hits > 50
-
-
-def test_ten_capacities(tmp_path):
-    """`du` holds while ten times the capacity is written."""
-    life = Life(1000, tmp_path / "disk")
-    while life.written_bytes < 10 * life.tier.capacity_bytes:
-        life.store()
-        assert disk_usage(life.root) <= life.tier.capacity_bytes
-    life.end()

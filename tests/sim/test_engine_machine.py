@@ -15,7 +15,6 @@ from tests.sim.random_grammar import RandomGrammar, RandomState
 from tests.sim.watched import BLOCK
 from tests.sim.world import PICTURES, PLACEHOLDER, World
 from tiers.blocks.contents import Content
-from tiers.errors import MissReason
 from tiers.memory.tails import MAX_CANDIDATES
 from tiers.policy.admission import WritePolicy
 
@@ -264,20 +263,3 @@ def test_equal_placeholders_of_other_pictures_do_not_meet(place, max_tokens, tog
     for name in ("cat", "dog"):
         assert world.counts(f"{name}3").hit <= place and world.counts(f"{name}8").hit <= place
         assert world.counts(f"{name}8 again").hit_device >= (place + 8) // BLOCK * BLOCK
-
-
-def test_a_load_that_fails_is_a_miss_with_its_reason_and_the_request_succeeds():
-    world = World(device_blocks=12, host_blocks=16, disk_blocks=500)
-    prompt = [*range(20), 7]
-    world.ask("cold", prompt)
-    for number in range(7):
-        world.ask(f"flood{number}", [40 + number] * 40)
-        world.mover.run(10)
-    world.tier.fault_rate = 1.0
-    world.submit("again", prompt)
-    world.run(max_turns=500)
-    world.check()
-    assert world.counts("again").hit_disk == 0
-    reasons = {reason for output in world.outputs["again"] for reason in output.miss_reasons}
-    assert reasons & {MissReason.CHECKSUM, MissReason.IO_ERROR}
-    world.check_idle()

@@ -257,7 +257,6 @@ class Node:
         for number, each in enumerate(self.pools):
             each.pool.check()
             for block in each.pool.residency.index:
-                assert block.frame is not None
                 if block.state is BlockState.READY:
                     most = block.ref_count - held[number, block.frame.number]
                     assert most >= 0, f"{block} is leased more often than used"

@@ -8,11 +8,11 @@ from contextlib import suppress
 import pytest
 
 from tests.sim.watched import LateCopies
+from tests.support.caches import cache_of
 from tests.support.chain_runner import chain_layout
 from tests.support.memory_tier import MemoryTier, SteppedMover
 from tiers.blocks.chain import Chain
 from tiers.blocks.keys import CacheScope
-from tiers.cache import CacheSettings, TieredCache
 from tiers.errors import OutOfBlocks
 from tiers.memory.block import (
     BELOW_MOVES,
@@ -44,15 +44,9 @@ class Walk:
         self.mover = SteppedMover(
             self.tier, seed=seed, max_jobs=chance.choice((1, 8)), late_rate=0.3
         )
-        settings = CacheSettings(
-            device_bytes=14 * LAYOUT.nbytes,
-            host_bytes=16 * LAYOUT.nbytes,
-            weigh_loads=False,
-            write_policy=chance.choice(list(WritePolicy)),
-        )
-        self.cache = TieredCache(
-            LAYOUT, settings, disk=self.tier, mover=self.mover, wall_clock=lambda: self.now_s
-        )
+        policy = chance.choice(list(WritePolicy))
+        parts = {"disk": self.tier, "mover": self.mover, "wall_clock": lambda: self.now_s}
+        self.cache = cache_of(LAYOUT, 14, 16, write_policy=policy, **parts)
         self.cache.residency.host_moves = chance.random() < 0.5
         if chance.random() < 0.5:
             LateCopies(self.cache.pool, chance)

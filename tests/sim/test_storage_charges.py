@@ -14,11 +14,11 @@ from cachesvc.operator.scopes import Payer
 from cachesvc.operator.storage_meter import HOUR_S, StorageMeter, spans_begun
 from tests.support.admin import RecordingTrail
 from tests.support.billing import ManualClock, running_ledger
+from tests.support.caches import cache_of
 from tests.support.chain_runner import chain_layout
 from tests.support.memory_tier import MemoryTier, SteppedMover
 from tiers.blocks.chain import Chain
 from tiers.blocks.keys import CacheScope
-from tiers.cache import CacheSettings, TieredCache
 from tiers.disk.pin_file import load_pins
 from tiers.operations.pins import MAX_CACHES
 from tiers.policy.retention import PinError
@@ -50,17 +50,8 @@ class Life:
         self.clock, self.trail = money.clock, RecordingTrail()
         tier = MemoryTier(64, block_bytes=LAYOUT.nbytes)
         self.mover = SteppedMover(tier)
-        self.tiers = TieredCache(
-            LAYOUT,
-            CacheSettings(
-                device_bytes=8 * LAYOUT.nbytes,
-                host_bytes=64 * LAYOUT.nbytes,
-            ),
-            disk=tier,
-            mover=self.mover,
-            pin_folder=folder,
-            wall_clock=self.now_s,
-        )
+        parts = {"disk": tier, "mover": self.mover, "pin_folder": folder}
+        self.tiers = cache_of(LAYOUT, 8, 64, **parts, wall_clock=self.now_s)
         self.meter = StorageMeter(
             self.call,
             money.ledger,

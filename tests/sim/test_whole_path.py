@@ -51,10 +51,10 @@ from tests.api.conftest import quiet
 from tests.api.driver import Visit
 from tests.sim.life import more_seeds
 from tests.sim.random_grammar import EOS, RandomGrammar
+from tests.support.caches import cache_of
 from tests.support.chain_runner import ChainRunner, chain_layout, replay
 from tests.support.memory_tier import MemoryTier
 from tests.support.wire import FakeHouse
-from tiers.cache import CacheSettings, TieredCache
 from tiers.policy.admission import WritePolicy
 
 BLOCK = 4
@@ -135,22 +135,12 @@ class Life:
     def __init__(self, seed, folder):
         self.chance = chance = random.Random(seed * 6271 + 3)
         self.bank = Bank(folder, slice_tokens=chance.choice((2, 4, 64)))
-        layout = chain_layout(BLOCK)
-        self.cache = TieredCache(
-            layout,
-            CacheSettings(
-                device_bytes=chance.choice((40, 60, 200)) * layout.nbytes,
-                host_bytes=chance.choice((16, 80)) * layout.nbytes,
-                weigh_loads=False,
-                write_policy=chance.choice(list(WritePolicy)),
-            ),
-            disk=MemoryTier(
-                chance.choice((40, 600)),
-                fault_rate=chance.choice((0.0, 0.1)),
-                seed=seed,
-                block_bytes=layout.nbytes,
-            ),
-        )
+        layout, draw = chain_layout(BLOCK), chance.choice
+        sizes = draw((40, 60, 200)), draw((16, 80))
+        policy = draw(list(WritePolicy))
+        about = {"seed": seed, "block_bytes": layout.nbytes}
+        disk = MemoryTier(draw((40, 600)), fault_rate=draw((0.0, 0.1)), **about)
+        self.cache = cache_of(layout, *sizes, write_policy=policy, disk=disk)
         bridge, self.places = OutputBridge(), LocalPlaces()
         self.engine = Noting(self.cache, bridge, chance)
         limits = LimitSettings(tenants={"bolt": FEW})

@@ -19,11 +19,11 @@ from engine.scheduling.settings import SchedulerSettings
 from engine.settings import EngineSettings
 from tests.sim.random_grammar import EOS
 from tests.sim.watched import ADAPTERS, BLOCK, VOCAB_SIZE, LateCopies, Watched
+from tests.support.caches import cache_of
 from tests.support.chain_runner import advance, before, chain_layout, content_at, replay
 from tests.support.memory_tier import MemoryTier, SteppedMover
 from tests.support.requests import request
 from tiers.blocks.keys import CacheScope
-from tiers.cache import CacheSettings, TieredCache
 from tiers.memory.block import BlockState
 from tiers.policy.admission import WritePolicy
 from tiers.policy.quota import QuotaShares
@@ -81,15 +81,10 @@ class World:
         tier.fault_rate = fault_rate
         self.tier = tier
         self.mover = SteppedMover(tier, seed=seed, late_rate=0.3 * late_copies)
-        self.cache = TieredCache(
-            layout,
-            CacheSettings(
-                device_bytes=device_blocks * layout.nbytes,
-                host_bytes=host_blocks * layout.nbytes,
-                share_tails=share_tails,
-                write_policy=write_policy,
-                weigh_loads=False,
-            ),
+        self.cache = cache_of(
+            *(layout, device_blocks, host_blocks),
+            share_tails=share_tails,
+            write_policy=write_policy,
             disk=tier,
             mover=self.mover,
             shares=shares,
@@ -308,7 +303,6 @@ class World:
             if ticket is not None:
                 pins.update(ticket.blocks)
             if sequence.state is SequenceState.LOADING:
-                assert ticket is not None
                 assert ticket.probe or ticket.is_loading or self.cache.layout.reach  # it may mend
         loading = {block for _, blocks, _ in self.cache._promoter._loads for block in blocks}
         for block in self._blocks():
@@ -351,7 +345,6 @@ class World:
     def check_events(self):
         """Who applies the events knows exactly what stands where."""
         for event in self.events.take():
-            assert event.key is not None
             place = (event.tier, event.key)
             if event.kind is EventKind.REMOVED:
                 self.told.remove(place)

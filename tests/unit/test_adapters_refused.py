@@ -66,6 +66,7 @@ def test_what_is_not_lora(loaded, tmp_path):
 @pytest.mark.parametrize(
     ("config", "said"),
     [
+        # More than low-rank updates.
         ({"use_dora": True}, "use_dora=True"),
         ({"bias": "all"}, "bias='all'"),
         ({"lora_bias": True}, "lora_bias=True"),
@@ -73,16 +74,7 @@ def test_what_is_not_lora(loaded, tmp_path):
         ({"trainable_token_indices": [1, 2]}, "trainable_token_indices=[1, 2]"),
         ({"layer_replication": [[0, 2], [1, 3]]}, "layer_replication"),
         ({"init_lora_weights": "pissa"}, "changes the base model's weights"),
-    ],
-)
-def test_what_is_more_than_low_rank_updates(loaded, tmp_path, config, said):
-    save_tiny_adapter(tmp_path)
-    assert said in refusal(loaded, change_config(tmp_path, **config))
-
-
-@pytest.mark.parametrize(
-    ("config", "said"),
-    [
+        # What matches nothing.
         ({"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "w1"]}, "'w1' in its target_"),
         ({"target_modules": ["q_proj", "k_proj", "v_proj"]}, "does not target, model.layers.0"),
         ({"target_modules": ["q_proj", "up_proj"]}, "lacks weights for 3 of the modules"),
@@ -93,11 +85,40 @@ def test_what_is_more_than_low_rank_updates(loaded, tmp_path, config, said):
         ({"alpha_pattern": {"layers.9.q_proj": 8}}, "'layers.9.q_proj' in its alpha_pattern"),
         ({"layers_to_transform": [0, 1, 2, 9]}, "9 in its layers_to_transform"),
         ({"unheard_of": 1}, "unheard_of"),
+        ({"r": 4}, "rank 8"),
     ],
 )
-def test_what_matches_nothing_is_refused_by_name(loaded, tmp_path, config, said):
+def test_a_config_that_cannot_be_served_is_refused_by_name(loaded, tmp_path, config, said):
     save_tiny_adapter(tmp_path)
     assert said in refusal(loaded, change_config(tmp_path, **config))
+
+
+def matrices(module, inputs, outputs):
+    name = f"base_model.model.{module}"
+    weights = {"A": torch.ones(8, inputs), "B": torch.ones(outputs, 8)}
+    return {f"{name}.lora_{each}.weight": values for each, values in weights.items()}
+
+
+@pytest.mark.parametrize(
+    ("weights", "said"),
+    [
+        ({f"{Q}.lora_B.weight": None}, "only one of two matrices"),
+        (
+            {f"{Q}.lora_A.weight": None, f"{Q}.lora_B.weight": None},
+            "lacks weights for 1 of the modules",
+        ),
+        ({f"{Q}.lora_magnitude_vector": torch.ones(96)}, "not a low-rank update"),
+        ({f"{Q}.lora_A.weight": torch.full((8, 48), torch.nan)}, "not finite"),
+        (
+            matrices("model.layers.9.self_attn.q_proj", 48, 96),
+            "model.layers.9.self_attn.q_proj, which is not a linear layer",
+        ),
+        (matrices("lm_head", 48, 258), "lm_head, which is not a linear layer between"),
+    ],
+)
+def test_weights_that_do_not_belong_together(loaded, tmp_path, weights, said):
+    save_tiny_adapter(tmp_path)
+    assert said in refusal(loaded, change_weights(tmp_path, **weights))
 
 
 def test_another_base_model(loaded, tmp_path):
@@ -106,43 +127,6 @@ def test_another_base_model(loaded, tmp_path):
     change_weights(tmp_path, **{f"{Q}.lora_A.weight": torch.ones(8, 64)})
     message = refusal(loaded, tmp_path)
     assert "has 48 inputs and 96 outputs; it was made for org/other" in message
-    deeper = tmp_path / "deeper"
-    save_tiny_adapter(deeper)
-    beyond = "base_model.model.model.layers.9.self_attn.q_proj"
-    change_weights(
-        deeper,
-        **{f"{beyond}.lora_A.weight": torch.ones(8, 48)},
-        **{f"{beyond}.lora_B.weight": torch.ones(96, 8)},
-    )
-    assert "model.layers.9.self_attn.q_proj, which is not a linear layer" in refusal(loaded, deeper)
-
-
-def test_weights_that_do_not_belong_together(loaded, tmp_path):
-    for name, values, said in (
-        ("half", {f"{Q}.lora_B.weight": None}, "only one of two matrices"),
-        (
-            "lacking",
-            {f"{Q}.lora_A.weight": None, f"{Q}.lora_B.weight": None},
-            "lacks weights for 1 of the modules",
-        ),
-        ("extra", {f"{Q}.lora_magnitude_vector": torch.ones(96)}, "not a low-rank update"),
-        ("nan", {f"{Q}.lora_A.weight": torch.full((8, 48), torch.nan)}, "not finite"),
-    ):
-        save_tiny_adapter(tmp_path / name)
-        assert said in refusal(loaded, change_weights(tmp_path / name, **values))
-    save_tiny_adapter(tmp_path / "rank")
-    change_config(tmp_path / "rank", r=4)
-    assert "rank 8" in refusal(loaded, tmp_path / "rank")
-
-
-def test_the_output_layer(loaded, tmp_path):
-    save_tiny_adapter(tmp_path)
-    change_weights(
-        tmp_path,
-        **{"base_model.model.lm_head.lora_A.weight": torch.ones(8, 48)},
-        **{"base_model.model.lm_head.lora_B.weight": torch.ones(258, 8)},
-    )
-    assert "lm_head, which is not a linear layer between" in refusal(loaded, tmp_path)
 
 
 def test_a_layer_that_is_not_computed_for_every_token(loaded, tmp_path, monkeypatch):

@@ -118,7 +118,6 @@ def by_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def compiled(operators: Operators) -> Path:
-    assert operators.loaded is not None
     return operators.loaded
 
 

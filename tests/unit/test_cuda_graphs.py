@@ -205,7 +205,6 @@ def test_a_tail_is_computed_by_a_graph_as_by_a_step(count, write_kv, beside, mon
     before = pool.clone()
     with torch.inference_mode():
         expected, _ = runner._forward(spans)
-    assert expected is not None
     left = pool.clone()
     pool.copy_(before)
     runner._attention = attention

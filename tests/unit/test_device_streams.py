@@ -97,9 +97,7 @@ def compute() -> set[str]:
 
 def test_copying_down_ahead_of_need_does_not_hold_up_compute(pool):
     (frame,) = [FrameArena(LAYOUT, 1).take()]
-    assert frame is not None
     slot, other = pool.take(), pool.take()
-    assert slot is not None and other is not None
     compute().add("step 1")
     pool.copy_out(slot, frame)
     assert {"step 1"} == compute()
@@ -112,9 +110,7 @@ def test_copying_down_ahead_of_need_does_not_hold_up_compute(pool):
 @pytest.mark.parametrize("freed", [False, True])
 def test_a_new_owner_writes_only_after_the_last_ones_rows_are_out(pool, freed):
     (frame,) = [FrameArena(LAYOUT, 1).take()]
-    assert frame is not None
     slot = pool.take()
-    assert slot is not None
     pool.copy_out(slot, frame)
     if freed:
         pool.give(slot)
@@ -130,7 +126,6 @@ def test_a_slot_that_is_filled_from_a_frame_makes_only_the_upload_wait(pool):
     """Of 4 GB that leave, compute would wait 80 ms."""
     first, second = frames_of(2)
     slot = pool.take()
-    assert slot is not None
     pool.copy_out(slot, first)
     pool.hand_on(slot)
     pool.copy_in([second], [slot])
@@ -145,7 +140,6 @@ def test_slots_that_share_memory_wait_for_each_others_copies(windowed):
     pool = windowed
     (frame,) = frames_of(1, WINDOWED)
     whole = pool.take()
-    assert whole is not None
     pool.copy_out(whole, frame)
     pool.lessen(whole)
     part, other = pool.take(lesser=True), pool.take()

@@ -1,12 +1,12 @@
 """Whether records are compressed follows from measured rates, and from nothing else."""
 
 import random
-import threading
 from contextlib import closing
 
 import pytest
 
 from tests.support.faulty_storage import chain, fetched, put, take
+from tests.support.threads import beside
 from tiers.blocks.frames import FrameArena
 from tiers.blocks.layout import BlockLayout
 from tiers.disk import rates
@@ -153,11 +153,8 @@ def test_many_threads_measure_at_once(monkeypatch):
                 meter.expanded(20, 5, 0.001)
             meter.stores_raw()
 
-    threads = [threading.Thread(target=read) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with beside(*[read] * 4):
+        pass
     assert 0 == meter._num_reading
     assert 0.25 == meter._rates.saved
     assert meter._rates.expand_s == pytest.approx(0.001 / 20)

@@ -6,6 +6,7 @@ from array import array
 
 import pytest
 
+from tests.support.caches import cache_of
 from tests.support.disks import Clock, blocks
 from tests.support.disks import store as store_now
 from tests.support.served import LAYOUT as SMALL
@@ -13,7 +14,6 @@ from tests.support.served import TOKENS, serve, settle
 from tests.unit.test_disk_ops import load, opened
 from tiers.blocks.chain import Chain
 from tiers.blocks.keys import CacheScope
-from tiers.cache import CacheSettings, TieredCache
 from tiers.disk.inspection.view import open_view
 from tiers.disk.open import open_disk
 from tiers.memory.block import Below
@@ -31,53 +31,46 @@ def times(root):
         return [(block.computed_s, block.used_s) for block in view.blocks()]
 
 
-def cache_over(disk):
-    memory = NUM_BLOCKS * 2 * SMALL.nbytes
-    settings = CacheSettings(device_bytes=memory, host_bytes=memory, weigh_loads=False)
-    cache = TieredCache(SMALL, settings, disk=disk)
+def cache_over(root, clock=None):
+    disk = open_disk(root, SMALL, 4 << 20, clock=clock, check_s=60)
+    cache = cache_of(SMALL, 2 * NUM_BLOCKS, 2 * NUM_BLOCKS, disk=disk)
     cache.start()
+    serve(cache, CHAIN)
     return cache
 
 
+def check_times(root, computed, used):
+    assert (
+        times(root)
+        == [(pytest.approx(computed, abs=HOUR / 2), pytest.approx(used, abs=HOUR / 2))] * NUM_BLOCKS
+    )
+
+
 def test_a_flush_at_shutdown_keeps_the_true_times(tmp_path):
-    disk = open_disk(tmp_path, SMALL, 4 << 20, check_s=60)
-    cache = cache_over(disk)
-    serve(cache, CHAIN)
+    cache = cache_over(tmp_path)
     now_s = time.monotonic()
     used = Use(now_s - 2 * HOUR, ROOT)
     for block in cache.index:
         block.created_s, block.use = now_s - DAY, used
     cache.close()
-    unix_s = time.time()
-    for computed_s, used_s in times(tmp_path):
-        assert computed_s == pytest.approx(unix_s - DAY, abs=HOUR / 2)
-        assert used_s == pytest.approx(unix_s - 2 * HOUR, abs=HOUR / 2)
-    assert len(times(tmp_path)) == NUM_BLOCKS
+    check_times(tmp_path, time.time() - DAY, time.time() - 2 * HOUR)
 
 
 def test_age_goes_on_after_a_promotion_and_the_next_demotion(tmp_path):
     clock = Clock()
-    disk = open_disk(tmp_path, SMALL, 4 << 20, clock=clock, check_s=60)
-    cache = cache_over(disk)
-    serve(cache, CHAIN)
-    cache.close()
+    cache_over(tmp_path, clock).close()
     first_s = clock.now_s
     clock.now_s += DAY
-    disk = open_disk(tmp_path, SMALL, 4 << 20, clock=clock, check_s=60)
-    cache = cache_over(disk)
-    serve(cache, CHAIN)
+    cache = cache_over(tmp_path, clock)
     settle(cache)
     now_s = time.monotonic()
     ages = [now_s - block.created_s for block in cache.index]
     assert ages == [pytest.approx(DAY, abs=HOUR)] * NUM_BLOCKS
-    disk.discard(CHAIN.keys)
+    cache.disk.discard(CHAIN.keys)
     for block in cache.index:
         block.below = Below.ABSENT
     cache.close()
-    for computed_s, used_s in times(tmp_path):
-        assert computed_s == pytest.approx(first_s, abs=HOUR)
-        assert used_s == pytest.approx(first_s + DAY, abs=HOUR)
-    assert len(times(tmp_path)) == NUM_BLOCKS
+    check_times(tmp_path, first_s, first_s + DAY)
 
 
 def test_what_memory_gives_up_was_used_when_it_was(tmp_path):

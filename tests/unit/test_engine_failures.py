@@ -11,9 +11,9 @@ from engine.request import FinishReason
 from engine.settings import EngineSettings
 from tests.patience import until
 from tests.sim.world import World
+from tests.support.caches import cache_of
 from tests.support.chain_runner import ChainRunner, chain_layout
 from tests.support.requests import request
-from tiers.cache import CacheSettings, TieredCache
 
 LAYOUT = chain_layout(4)
 
@@ -40,8 +40,7 @@ class House:
 
     def __init__(self, *, started=True):
         self.outputs = {}
-        settings = CacheSettings(device_bytes=64 * LAYOUT.nbytes, host_bytes=0)
-        cache = TieredCache(LAYOUT, settings)
+        cache = cache_of(LAYOUT, 64)
         self.runner = Breakable(cache.pool.tensor)
         self.engine = Engine(self.runner, cache, EngineSettings(), self._take)
         if started:

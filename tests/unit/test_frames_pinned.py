@@ -2,13 +2,13 @@
 
 import logging
 import os
-import threading
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from tests.support.chain_runner import chain_layout
+from tests.support.threads import beside
 from tiers.blocks import frames, numa
 from tiers.blocks.frames import PAGE_BYTES, FrameArena, pci_address, pin
 from tiers.blocks.numa import cpus_beside, running_on
@@ -139,9 +139,8 @@ def test_a_thread_runs_there_for_a_while_and_alone():
     found = []
     with running_on(one):
         assert one == os.sched_getaffinity(0)
-        beside = threading.Thread(target=lambda: found.append(os.sched_getaffinity(main)))
-        beside.start()
-        beside.join()
+        with beside(lambda: found.append(os.sched_getaffinity(main))):
+            pass
     with pytest.raises(RuntimeError), running_on(one):
         raise RuntimeError
     assert before == os.sched_getaffinity(0)

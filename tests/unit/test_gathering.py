@@ -5,6 +5,7 @@ import statistics
 import threading
 import time
 import tracemalloc
+from functools import partial
 from heapq import heappop, heappush
 
 import pytest
@@ -12,9 +13,10 @@ import pytest
 from engine.engine import Engine
 from engine.scheduling.gathering import MOST_S, Gathering
 from engine.settings import EngineSettings
+from tests.support.caches import cache_of
 from tests.support.chain_runner import ChainRunner, chain_layout
 from tests.support.requests import request
-from tiers.cache import CacheSettings, TieredCache
+from tests.support.threads import beside
 
 STEP_S, EACH_S = 0.03, 0.002  # what a step costs, and each of its requests
 LAYOUT = chain_layout(4)
@@ -166,7 +168,7 @@ class Slow(ChainRunner):
 
 def test_the_engine_gathers_clients_of_two_crowds():
     """Four clients on threads of their own, of whom one begins while the others are computed."""
-    cache = TieredCache(LAYOUT, CacheSettings(device_bytes=64 * LAYOUT.nbytes, host_bytes=0))
+    cache = cache_of(LAYOUT, 64)
     runner, answered = Slow(cache.pool.tensor), [threading.Event() for _ in range(4)]
 
     def take(outputs):
@@ -183,11 +185,8 @@ def test_the_engine_gathers_clients_of_two_crowds():
             engine.submit(request([number + 1], f"{number} {turn}"))
             assert answered[number].wait(10)
 
-    clients = [threading.Thread(target=client, args=(number,)) for number in range(4)]
-    for one in clients:
-        one.start()
-    for one in clients:
-        one.join()
+    with beside(*(partial(client, number) for number in range(4))):
+        pass
     engine.close()
     cache.close()
     assert runner.sizes[0] < 4

@@ -32,6 +32,10 @@ def write_tiny(path: Path, kind: str = "llama") -> Tensors:
     return tensors
 
 
+def refused_as(folder: Path, kind: str, fields: Fields, tensors: Tensors) -> str:
+    return refusal(write_gguf(folder / "m.gguf", kind, fields, tensors))
+
+
 def refusal(path: Path) -> str:
     """Why the model is refused. Nothing is left of its conversion."""
     left = path.parent / "cache"
@@ -47,12 +51,11 @@ def refusal(path: Path) -> str:
 def test_what_is_unknown_is_refused_by_name(kind, tmp_path):
     fields, tensors = tiny(kind)
     for name in (f"{kind}.unheard_of", "unheard.of", "general.unheard_of", "tokenizer.unheard_of"):
-        write_gguf(tmp_path / "m.gguf", kind, {**fields, name: 1}, tensors)
-        assert f"1 field not served for {kind}: {name};" in refusal(tmp_path / "m.gguf")
+        said = refused_as(tmp_path, kind, {**fields, name: 1}, tensors)
+        assert f"1 field not served for {kind}: {name};" in said
     for name in ("blk.1.unheard_of.weight", "unheard_of", "rope_freqs.bias"):
-        more = {**tensors, name: np.ones(4, np.float32)}
-        write_gguf(tmp_path / "m.gguf", kind, fields, more)
-        assert f"1 tensor not served for {kind}: {name};" in refusal(tmp_path / "m.gguf")
+        said = refused_as(tmp_path, kind, fields, {**tensors, name: np.ones(4, np.float32)})
+        assert f"1 tensor not served for {kind}: {name};" in said
 
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)
@@ -62,12 +65,10 @@ def test_each_tensor_and_field_that_is_needed_is_missed(kind, tmp_path):
         if name == "output.weight" or name.startswith("blk.0") or "bias" in name:
             continue  # a head that is tied; the same names as of the other layers
         rest = {each: value for each, value in tensors.items() if each != name}
-        write_gguf(tmp_path / "m.gguf", kind, fields, rest)
-        assert f"lacks the tensor {name}; fetch" in refusal(tmp_path / "m.gguf")
+        assert f"lacks the tensor {name}; fetch" in refused_as(tmp_path, kind, fields, rest)
     for name in ARCHITECTURES[kind].keys:
         rest = {each: value for each, value in fields.items() if each != f"{kind}.{name}"}
-        write_gguf(tmp_path / "m.gguf", kind, rest, tensors)
-        assert f"lacks the field {kind}.{name}" in refusal(tmp_path / "m.gguf")
+        assert f"lacks the field {kind}.{name}" in refused_as(tmp_path, kind, rest, tensors)
 
 
 BAD_FIELDS: list[tuple[str, Any, str]] = [
@@ -109,8 +110,7 @@ def test_a_field_that_cannot_be_served_is_refused_by_name(name, value, said, tmp
     fields, tensors = tiny()
     given = {each: old for each, old in {**fields, name: value}.items() if old is not None}
     kind = given.pop("general.architecture", "llama")
-    write_gguf(tmp_path / "m.gguf", kind, given, tensors)
-    assert said in refusal(tmp_path / "m.gguf")
+    assert said in refused_as(tmp_path, kind, given, tensors)
 
 
 def changed(name: str, value: np.ndarray | None) -> Callable[[Tensors], Tensors]:
@@ -133,8 +133,7 @@ def changed(name: str, value: np.ndarray | None) -> Callable[[Tensors], Tensors]
 )
 def test_a_tensor_that_does_not_fit_is_refused_by_name(change, said, tmp_path):
     fields, tensors = tiny()
-    write_gguf(tmp_path / "m.gguf", "llama", fields, change(tensors))
-    assert said in refusal(tmp_path / "m.gguf")
+    assert said in refused_as(tmp_path, "llama", fields, change(tensors))
 
 
 @pytest.mark.parametrize("left", [0, 3, 20, 200, 5000, 0.5, 0.999])

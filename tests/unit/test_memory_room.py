@@ -2,11 +2,11 @@
 
 import pytest
 
+from tests.support.caches import cache_of
 from tests.support.chain_runner import chain_layout
 from tiers.blocks.chain import Chain
 from tiers.blocks.keys import CacheScope
 from tiers.blocks.part import Part
-from tiers.cache import CacheSettings, TieredCache
 from tiers.memory.block import Below, Block, BlockState, HostState
 from tiers.memory.residency import Residency
 from tiers.memory.write_queue import WriteQueue
@@ -22,14 +22,11 @@ CHAIN = Chain(ROOT, list(range(2 * SIZE)), SIZE)
 
 @pytest.fixture
 def residency() -> Residency:
-    layout = chain_layout(SIZE, window=6, windowed=3)
-    settings = CacheSettings(device_bytes=2 * layout.nbytes, host_bytes=NUM_FRAMES * layout.nbytes)
-    return TieredCache(layout, settings).residency
+    return cache_of(chain_layout(SIZE, window=6, windowed=3), 2, NUM_FRAMES).residency
 
 
 def on_host(residency: Residency, number: int, use: Use, *, lesser: bool = False) -> Block:
     block, frame = Block(0.0), residency.take_frame(None, lesser=lesser)
-    assert frame is not None
     residency.index.add(block, CHAIN, number)
     block.state, block.use = BlockState.READY, use
     residency.settle_frame(block, frame)

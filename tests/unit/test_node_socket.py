@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from cachesvc.observability.table import MetricSample, node_samples
 from tests.support.faulty_storage import FaultyStorage
+from tests.support.threads import beside
 from tiers.blocks.keys import CacheScope, block_ids, token_bytes
 from tiers.disk.open import open_disk
 from tiers.errors import ConfigurationError, DirectoryLocked, NodeError, NodeGone
@@ -47,14 +48,11 @@ def prompt(number, num_blocks=3):
 def serving(path, **settings):
     node = NodeServer(NodeSettings(socket=path, host_bytes=1 << 20, **settings))
     node.open()
-    thread = threading.Thread(target=node.run)
-    thread.start()
-    try:
-        yield node
-    finally:
-        node.stop()
-        thread.join()
-        node.close()
+    with closing(node), beside(node.run):
+        try:
+            yield node
+        finally:
+            node.stop()
 
 
 def below(folder, nbytes=64 << 20):

@@ -179,7 +179,6 @@ def test_blocks_are_copied_whole(operators):
 
 
 def test_the_library_is_kept_and_a_damaged_one_compiled_again(operators, tmp_path, caplog):
-    assert operators.kept is not None
     copied = Path(shutil.copy(operators.kept, tmp_path))
     assert Operators(tmp_path)._compiling is None, "the kept library is for this machine"
     copied.write_bytes(operators.kept.read_bytes()[:1000])
@@ -219,7 +218,6 @@ def test_a_start_takes_what_was_compiled_with_its_environment(operators, tmp_pat
 )
 def test_a_library_that_others_may_write_is_not_loaded(change, said, operators, tmp_path, caplog):
     """A node keeps it on its first disk, which may be in a folder such as /tmp."""
-    assert operators.kept is not None
     copied = Path(shutil.copy(operators.kept, tmp_path))
     change(copied)
     with caplog.at_level(logging.INFO):

@@ -4,12 +4,12 @@ from array import array
 
 import pytest
 
+from tests.support.caches import cache_of
 from tests.support.chain_runner import chain_layout
 from tests.support.disks import Clock
 from tests.support.memory_tier import MemoryTier, SteppedMover
 from tiers.blocks.chain import Chain
 from tiers.blocks.keys import CacheScope, PrefixKey
-from tiers.cache import CacheSettings, TieredCache
 from tiers.disk.open import open_disk
 from tiers.disk.pin_file import PINS_NAME, load_pins, save_pins
 from tiers.memory.block import Below
@@ -28,32 +28,14 @@ class Bench:
     """A cache over a disk in memory, whose sequences are computed by saying so."""
 
     def __init__(
-        self,
-        *,
-        device=12,
-        host=16,
-        disk=60,
-        folder=None,
-        tier=None,
-        clock=None,
-        write_policy=WritePolicy.ON_EVICT,
+        self, *, device=12, host=16, disk=60, folder=None, tier=None, clock=None, **settings
     ):
         self.clock = clock or Clock()
         self.tier = tier or MemoryTier(disk, block_bytes=LAYOUT.nbytes)
         self.mover = SteppedMover(self.tier, fail_rate=0.0)
-        self.cache = TieredCache(
-            LAYOUT,
-            CacheSettings(
-                device_bytes=device * LAYOUT.nbytes,
-                host_bytes=host * LAYOUT.nbytes,
-                weigh_loads=False,
-                write_policy=write_policy,
-            ),
-            disk=self.tier if disk else None,
-            mover=self.mover if disk else None,
-            pin_folder=folder,
-            wall_clock=self.clock,
-        )
+        below = {"disk": self.tier, "mover": self.mover} if disk else {}
+        parts = {"pin_folder": folder, "wall_clock": self.clock} | below
+        self.cache = cache_of(LAYOUT, device, host, **parts, **settings)
         self.operations = self.cache.operations
 
     def chain(self, first, num_blocks, root=ROOT):
@@ -337,9 +319,8 @@ def test_a_pin_that_cannot_be_set_is_explained():
         bench.operations.pin("none", bench.chain(0, 0), late)
     with pytest.raises(PinError, match="end in the past"):
         bench.operations.pin("past", bench.chain(0, 2), bench.clock.now_s)
-    layout = CacheSettings(device_bytes=8 * LAYOUT.nbytes, host_bytes=0)
     with pytest.raises(PinError, match=r"set cache\.host_bytes"):
-        TieredCache(LAYOUT, layout).operations.pin("p", bench.chain(0, 1), 9e12)
+        cache_of(LAYOUT, 8).operations.pin("p", bench.chain(0, 1), 9e12)
 
 
 def test_a_prefix_is_found_by_its_last_block_in_memory_and_on_disk():

@@ -3,12 +3,12 @@ for, lost and counted."""
 
 import pytest
 
+from tests.support.caches import cache_of
 from tests.support.faulty_storage import take
 from tests.support.memory_tier import MemoryTier, SteppedMover
 from tests.unit.test_pins_kept import LAYOUT, ROOT, Bench
 from tiers.blocks.chain import Chain
 from tiers.blocks.frames import FrameArena
-from tiers.cache import CacheSettings, TieredCache
 from tiers.errors import MissReason
 from tiers.memory.block import BlockState
 from tiers.memory.tails import TailCase
@@ -70,9 +70,7 @@ def test_a_disk_that_has_no_more_is_not_waited_for_a_step_longer(bench):
 
 def test_a_disk_too_busy_to_be_asked_is_said_to_be():
     tier = MemoryTier(8)
-    settings = CacheSettings(device_bytes=8 * LAYOUT.nbytes, host_bytes=8 * LAYOUT.nbytes)
-    mover = SteppedMover(tier, max_jobs=0)
-    cache = TieredCache(LAYOUT, settings, disk=tier, mover=mover)
+    cache = cache_of(LAYOUT, 8, 8, disk=tier, mover=SteppedMover(tier, max_jobs=0))
     ticket = cache.open(Bench().chain(0, 2))
     assert (cache.advance(ticket), ticket.stop) == (Progress.READY, MissReason.OVERLOADED)
 
@@ -143,10 +141,8 @@ def test_an_extended_tail_is_not_merged_into_a_block_that_has_left_the_device(be
 
 
 def test_a_block_being_computed_counts_against_its_tenant_s_quota():
-    settings = CacheSettings(device_bytes=10 * LAYOUT.nbytes, host_bytes=0)
-    cache = TieredCache(
-        LAYOUT, settings, shares=QuotaShares(10, {"acme": 4}, owner_of={ROOT: "acme"}.get)
-    )
+    shares = QuotaShares(10, {"acme": 4}, owner_of={ROOT: "acme"}.get)
+    cache = cache_of(LAYOUT, 10, shares=shares)
     for block in cache.tables.plan(Bench().chain(0, 3), 0):
         cache.tables.provide(block)
     used = {(use.group, use.used_bytes) for use in cache.operations.quotas()}

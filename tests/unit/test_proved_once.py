@@ -2,9 +2,9 @@
 
 from collections import Counter
 
+from tests.support.caches import cache_of
 from tests.support.served import LAYOUT, ROOT, TOKENS, serve
 from tiers.blocks.chain import Chain
-from tiers.cache import CacheSettings, TieredCache
 from tiers.disk import reader
 from tiers.disk.open import open_disk
 from tiers.disk.shard import Shard
@@ -16,8 +16,7 @@ NUM_BLOCKS = 10
 def test_each_block_of_a_disk_hit_is_proved_and_read_once(tmp_path, monkeypatch):
     def served() -> dict[TierName, int]:
         """Of a server of its own, which flushes its blocks at its end."""
-        settings = CacheSettings(device_bytes=40 * LAYOUT.nbytes, host_bytes=40 * LAYOUT.nbytes)
-        cache = TieredCache(LAYOUT, settings, disk=open_disk(tmp_path, LAYOUT, 64 << 20))
+        cache = cache_of(LAYOUT, 40, 40, disk=open_disk(tmp_path, LAYOUT, 64 << 20))
         cache.start()
         hits = serve(cache, Chain(ROOT, range(NUM_BLOCKS * TOKENS), TOKENS))
         assert cache.close() == 0

@@ -5,13 +5,13 @@ import random
 import pytest
 import torch
 
+from tests.support.caches import cache_of
 from tests.support.chain_runner import chain_layout
 from tiers.blocks.chain import Chain
 from tiers.blocks.frames import FrameArena
 from tiers.blocks.keys import CacheScope
 from tiers.blocks.layout import BlockLayout, LayerLayout
 from tiers.blocks.part import Part
-from tiers.cache import CacheSettings, TieredCache
 from tiers.errors import CopyFailed
 from tiers.memory.block import Block, BlockState
 from tiers.memory.device import DevicePool, slot_nbytes
@@ -32,7 +32,6 @@ def rows_of(pool, slot):
 
 
 def taken(slot):
-    assert slot is not None
     return slot
 
 
@@ -126,9 +125,7 @@ class Server:
 
     def __init__(self, num_blocks, windowed, num_frames=0):
         layout = chain_layout(SIZE, window=6, windowed=windowed)
-        num_bytes = [count * layout.nbytes for count in (num_blocks, num_frames)]
-        settings = CacheSettings(device_bytes=num_bytes[0], host_bytes=num_bytes[1])
-        self.cache = TieredCache(layout, settings)
+        self.cache = cache_of(layout, num_blocks, num_frames)
         self.running = []
 
     def begin(self, chain):
@@ -277,13 +274,11 @@ def test_a_block_that_gets_room_for_its_windows_keeps_the_frame_that_has_them():
     residency = Server(2, windowed=3, num_frames=16).cache.residency
     narrow, other = held_blocks(residency, lesser=(True, False))
     frame, *others = [residency.take_frame(None) for _ in range(16)]
-    assert frame is not None
     residency.settle_frame(narrow, frame)
     residency.release(other, Use(1.0, ROOT))
     assert residency.device_room.widen(narrow) and other.slot is None
     assert narrow.frame is frame and not residency.pool.places.is_lesser(taken(narrow.slot))
     for each in others:
-        assert each is not None
         residency.give_frame(each)
     residency.check()
 

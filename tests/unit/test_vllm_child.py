@@ -83,7 +83,6 @@ def test_it_ends_with_a_server_that_was_killed(tmp_path):
     keeper = subprocess.Popen(
         [sys.executable, "-c", KEEPER, tmp_path / "s"], stdout=subprocess.PIPE, text=True
     )
-    assert keeper.stdout is not None
     with keeper.stdout:
         leader = int(keeper.stdout.readline())
         assert 3 == len(group_of(leader)), "a keeper, the server and its worker"

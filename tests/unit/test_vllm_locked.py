@@ -84,7 +84,6 @@ def locking(path):
 
 def test_pieces_are_locked_once_when_they_are_used_and_let_go_in_the_end(path, cudart):
     with serving(path) as node, joined(path) as client:
-        assert client.memory is not None
         with locking(path) as locked:
             for frames in ([0, 1], [3, 9], [8]):
                 with locked.rows(client.memory, frames) as rows:
@@ -103,7 +102,6 @@ def test_pieces_are_locked_once_when_they_are_used_and_let_go_in_the_end(path, c
 def test_blocks_evicted_and_purged_meanwhile_keep_their_pages(path):
     """The node has 128 frames; 150 blocks pass through them while a piece is locked."""
     with serving(path) as node, joined(path) as client, locking(path) as locked:
-        assert client.memory is not None
         write(client, prompt(1, 6))
         with locked.rows(client.memory, [0]) as rows:
             for number in range(2, 52):
@@ -119,12 +117,9 @@ def test_blocks_evicted_and_purged_meanwhile_keep_their_pages(path):
 
 def test_a_restarted_node_has_other_memory_which_is_locked_anew(path, cudart):
     with locking(path) as locked:
+        with serving(path), joined(path) as client, locked.rows(client.memory, [0]):
+            assert 1 == len(cudart.pieces)
         with serving(path), joined(path) as client:
-            assert client.memory is not None
-            with locked.rows(client.memory, [0]):
-                assert 1 == len(cudart.pieces)
-        with serving(path), joined(path) as client:
-            assert client.memory is not None
             with locked.rows(client.memory, [5]) as rows:
                 rows[5, :3] = 7
                 assert [7] * 3 == client.memory.rows[5, :3].tolist(), "it is the new one's"
@@ -140,7 +135,6 @@ def test_memory_is_unlocked_before_the_node_hears_of_the_end(path, cudart, monke
 
     monkeypatch.setattr(arena.SharedArena, "unlock", unlocks)
     with serving(path) as node, joined(path) as client, locking(path) as locked:
-        assert client.memory is not None
         with locked.rows(client.memory, [0, 9]):
             pass
         locked.close()
@@ -151,7 +145,6 @@ def test_memory_is_unlocked_before_the_node_hears_of_the_end(path, cudart, monke
 def test_memory_is_unlocked_only_when_copies_under_way_have_ended(path, cudart):
     with serving(path) as node, joined(path) as client:
         memory = client.memory
-        assert memory is not None
         locked = LockedMemory(path, LAYOUT, CPU)
         with locked.rows(memory, [0]):
             closing_ = threading.Thread(target=locked.close)
@@ -171,7 +164,6 @@ def test_what_the_system_refuses_is_copied_unlocked_and_told_once(path, monkeypa
     monkeypatch.setattr("torch.cuda.cudart", lambda: cudart)
     monkeypatch.setattr(locked_module, "clear_error", cleared.append)
     with serving(path), joined(path) as client, locking(path) as locked:
-        assert client.memory is not None
         with caplog.at_level(logging.WARNING):
             for frame in range(0, 40, PIECE):
                 with locked.rows(client.memory, [frame]) as rows:
@@ -184,7 +176,6 @@ def test_what_the_system_refuses_is_copied_unlocked_and_told_once(path, monkeypa
 def test_a_node_that_refuses_a_piece_keeps_its_frames_unlocked(path, cudart):
     """Of 128 frames 115 may be locked."""
     with serving(path) as node, joined(path) as client, locking(path) as locked:
-        assert client.memory is not None
         with locked.rows(client.memory, range(128)) as rows:
             rows[127, 0] = 5
         assert 5 == client.memory.rows[127, 0]

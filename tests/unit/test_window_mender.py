@@ -2,13 +2,13 @@
 
 from array import array
 
+from tests.support.caches import cache_of
 from tests.support.chain_runner import chain_layout
 from tests.support.faulty_storage import take
 from tests.support.memory_tier import MemoryTier, SteppedMover
 from tests.unit.test_pins_kept import ROOT
 from tiers.blocks.chain import Chain
 from tiers.blocks.frames import FrameArena
-from tiers.cache import CacheSettings, TieredCache
 from tiers.transfer.ticket import Progress, Ticket
 
 BLOCK = 4
@@ -30,9 +30,7 @@ class House:
             frame.buffer[:] = bytes([number]) * LAYOUT.nbytes
         self.tier.store(chain(8).block_ids(0, 8), frames)
         self.mover = SteppedMover(self.tier, fail_rate=0.0)
-        sizes = {"device_bytes": 20 * LAYOUT.nbytes, "host_bytes": 20 * LAYOUT.nbytes}
-        settings = CacheSettings(**sizes, weigh_loads=False)
-        self.cache = TieredCache(LAYOUT, settings, disk=self.tier, mover=self.mover)
+        self.cache = cache_of(LAYOUT, 20, 20, disk=self.tier, mover=self.mover)
         long = self.cache.open(chain(8))
         self.settle(long)
         self.cache.close_ticket(long)
@@ -72,10 +70,8 @@ def test_a_block_takes_no_frame_from_one_whose_windows_are_read_with_its_own():
     house = House()
     residency = house.cache.residency
     first, *others = (house.cache.index.get(key) for key in chain(8).keys)
-    assert first is not None and residency.frames is not None and residency.host_room is not None
     assert residency.host_room.widen(first, ())
     for block in others:
-        assert block is not None
         residency.evict_host(block)
     while residency.frames.take() or residency.frames.take(lesser=True):
         pass

@@ -263,7 +263,6 @@ class RunningNode:
         self.socket.unlink(missing_ok=True)
 
     def signal(self, number):
-        assert self._process is not None
         self._process.send_signal(number)
 
     def _end(self, number):

@@ -10,6 +10,7 @@ import pytest
 
 from tests.crash.test_node_kill import record_offset
 from tests.patience import until
+from tests.support.threads import beside
 from tests.unit.test_disk_faults import flip
 from tiers.disk.open import open_disk
 from tiers.node.below import disk_folder
@@ -113,14 +114,8 @@ def test_the_same_tokens_from_every_tier_and_after_every_kill(
         third = stack.enter_context(started(model, node, tmp_path))
         story.expect(third, "fourth", "host")
         answers = []
-        both = [
-            threading.Thread(target=lambda e=engine: answers.append(story.ask(e, *PROMPTS)))
-            for engine in (second, third)
-        ]
-        for thread in both:
-            thread.start()
-        for thread in both:
-            thread.join()
+        with beside(lambda: answers.append(story.ask(third, *PROMPTS))):
+            answers.append(story.ask(second, *PROMPTS))
         assert 2 == len(answers)
         counts = node.pool()
         assert (0, 0) == (counts["lost"], counts["collisions"])

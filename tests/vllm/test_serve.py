@@ -117,7 +117,6 @@ class Client:
                 num_chunks += bool(chunk["choices"])
                 if num_chunks == leave_after:
                     return None
-        assert usage is not None
         return text, self._note(usage)
 
     def _note(self, usage):
