@@ -20,9 +20,7 @@ from tests.parity.test_architectures import prompt
 from tests.support.house import BLOCK
 from tests.support.models import described
 from tiers.blocks.chain import Chain
-from tiers.blocks.frames import FrameArena
 from tiers.disk.format.record import window_key
-from tiers.disk.tier import DiskTier
 from tiers.tier import TierName
 
 NUM_BLOCKS = 20
@@ -73,7 +71,6 @@ def sink(house, *, to_disk):
     def spoil(_):
         cache = house.cache
         pool, frames = cache.pool, cache.residency.frames
-        assert isinstance(frames, FrameArena)
         for slot in free_places(pool.places):
             rows = pool.tensor[slot].view(-1)
             (rows[: pool._lasting] if pool.places.is_lesser(slot) else rows).fill_(torch.nan)
@@ -81,6 +78,13 @@ def sink(house, *, to_disk):
             frames.tensor(number).fill_(torch.nan)
 
     house.engine.call(spoil).result(60)
+
+
+def narrow(house):
+    """The long prompt's blocks come from disk, all but its last ones without their windows."""
+    house.ask([LONG])
+    sink(house, to_disk=True)
+    house.ask([LONG])
 
 
 def moved(house):
@@ -154,9 +158,7 @@ def test_a_shorter_prefix_fetches_the_windows_that_a_longer_one_left_behind(load
 def test_a_prefix_whose_windows_are_nowhere_is_cut_and_made_whole_by_computing(loaded, open_house):
     house = open_house(loaded)
     [(expected, _)] = house.ask([SHORT], cache=False)
-    house.ask([LONG])
-    sink(house, to_disk=True)
-    house.ask([LONG])
+    narrow(house)
 
     def lose(_):
         cache = house.cache
@@ -176,7 +178,6 @@ def test_whichever_windows_have_left_the_disk_a_prefix_ends_where_they_are(loade
     """Window parts leave one by one, at random; hits are the longest possible, answers as cold."""
     house = open_house(loaded)
     disk, reach = house.cache.disk, house.cache.layout.reach
-    assert isinstance(disk, DiskTier)
     chance = random.Random(loaded.name)
     house.ask([LONG])
     sink(house, to_disk=True)
@@ -207,10 +208,7 @@ def test_blocks_in_memory_end_where_their_windows_are_below(loaded, open_house, 
     """Blocks without windows in memory, and a hole among their windows on disk."""
     house = open_house(loaded)
     disk, reach = house.cache.disk, house.cache.layout.reach
-    assert isinstance(disk, DiskTier)
-    house.ask([LONG])
-    sink(house, to_disk=True)
-    house.ask([LONG])  # all but the last blocks are in memory without their windows
+    narrow(house)
     ids = Chain(root_of(disk), LONG, BLOCK).block_ids(0, NUM_BLOCKS)
     keys = [block.key for block in ids]
     house.engine.call(lambda _: disk.discard([window_key(keys[8])])).result(60)
@@ -233,11 +231,8 @@ def test_blocks_without_windows_are_written_and_get_them_back_where_they_are_com
 ):
     house = open_house(loaded)
     disk, reach = house.cache.disk, house.cache.layout.reach
-    assert isinstance(disk, DiskTier)
     cold = [house.ask([tokens], cache=False)[0][0] for tokens in (LONG, SHORT)]
-    house.ask([LONG])
-    sink(house, to_disk=True)
-    house.ask([LONG])  # all but the last blocks are in memory without their windows
+    narrow(house)
 
     def drop(_):
         residency = house.cache.residency
@@ -300,9 +295,7 @@ def test_a_block_gets_its_windows_back_while_another_request_reads_it(loaded, op
     house = open_house(loaded, device_blocks=48)
     asked = [LONG + prompt(70, seed=2), SHORT, LONG[: 15 * BLOCK] + prompt(9, seed=3)]
     expected = [house.ask([tokens], cache=False)[0][0] for tokens in asked]
-    house.ask([LONG])
-    sink(house, to_disk=True)
-    house.ask([LONG])  # all but the last blocks come without their windows
+    narrow(house)
     num_lesser = house.engine.call(lambda _: house.cache.pool.places.num_lesser_taken).result(60)
     assert num_lesser == NUM_BLOCKS - house.cache.layout.reach
     told = house.ask(asked)

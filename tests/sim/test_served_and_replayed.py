@@ -35,9 +35,7 @@ class PromptCache(TieredCache):
     """A cache whose disk has done everything that it was given by the next step."""
 
     def step(self):
-        mover = self._mover
-        assert isinstance(mover, SteppedMover)
-        mover.run(1_000)
+        self._mover.run(1_000)
         super().step()
 
 

@@ -92,6 +92,7 @@ def test_a_purge_takes_blocks_that_are_loading(bench, fails):
     ticket = probed(bench, chain)
     bench.cache.on_purge(lambda roots: bench.cache.close_ticket(ticket))
     purged = bench.cache.operations.purge([ROOT])
+    assert not purged.done()
     bench.mover.run_job(0, fails=fails)
     bench.settle()
     assert purged.result(0).num_left == 0
@@ -99,6 +100,7 @@ def test_a_purge_takes_blocks_that_are_loading(bench, fails):
     stats = bench.cache.stats()
     assert TierName.HOST not in {tier for tier, _ in stats.events}
     assert (TierName.DISK, CacheEvent.PROMOTED) not in stats.events
+    assert stats.events[TierName.DISK, CacheEvent.PURGED] == 4
     assert stats.host.num_blocks == 0
 
 

@@ -31,16 +31,12 @@ def rows_of(pool, slot):
     return rows[: pool._lasting] if pool.places.is_lesser(slot) else rows
 
 
-def taken(slot):
-    return slot
-
-
 def test_only_a_pool_of_windows_is_cut_and_no_block_takes_more_memory_than_it_needs():
     plain = BlockLayout((LayerLayout(1, 3, 3),), 5, "float32")  # 120 bytes: aligned to nothing
     assert plain.nbytes == slot_nbytes(plain)
     pool = DevicePool(plain, 3)
     assert (1, 3) == (pool.num_lesser, len(pool.tensor)) and pool.tensor.is_contiguous()
-    assert taken(pool.take(lesser=True)) == 0 and not pool.places.is_lesser(0)
+    assert pool.take(lesser=True) == 0 and not pool.places.is_lesser(0)
     assert LAYOUT.nbytes == slot_nbytes(LAYOUT)
     assert 0 <= slot_nbytes(UNEVEN) - UNEVEN.nbytes < 64 * UNEVEN.num_lesser
     for layout in (LAYOUT, UNEVEN):
@@ -252,7 +248,7 @@ def test_blocks_beside_a_part_that_is_freed_move_so_that_a_whole_slot_is(left_be
     left = [block for block in blocks if block.slot is None]
     assert {*left} == {blocks[0], *gone}
     stayed = [block for block in blocks if block.slot is not None]
-    assert {1} == {places.whole_of(taken(block.slot)) for block in stayed}
+    assert {1} == {places.whole_of(block.slot) for block in stayed}
     residency.check(private_slots=2)
 
 
@@ -277,7 +273,7 @@ def test_a_block_that_gets_room_for_its_windows_keeps_the_frame_that_has_them():
     residency.settle_frame(narrow, frame)
     residency.release(other, Use(1.0, ROOT))
     assert residency.device_room.widen(narrow) and other.slot is None
-    assert narrow.frame is frame and not residency.pool.places.is_lesser(taken(narrow.slot))
+    assert narrow.frame is frame and not residency.pool.places.is_lesser(narrow.slot)
     for each in others:
         residency.give_frame(each)
     residency.check()
