@@ -4,10 +4,9 @@ The S3 server is moto's, a stand-in for the protocol: it says nothing of a real 
 consistency.
 """
 
-import time
-
 import pytest
 
+from tests.patience import until
 from tests.redis_server import redis_cluster, redis_server
 from tests.support.faulty_storage import SCOPE, chain, fetched, put, take
 from tiers.blocks.frames import FrameArena
@@ -131,10 +130,7 @@ def test_a_node_of_a_cluster_killed_under_load_costs_hits_only(tmp_path):
         for seed in range(8, 12):
             store(one, seed)
             load(two, seed % 8)
-        deadline = time.monotonic() + 30
-        while sum(load(two, seed).num_blocks for seed in range(8)) == 0:
-            assert time.monotonic() < deadline, "the surviving nodes serve nothing"
-            time.sleep(0.2)
+        until(lambda: any(load(two, seed).num_blocks for seed in range(8)))
         assert two.remote.stats().faults[MissReason.IO_ERROR] > 0
         assert [load(one, seed).num_blocks for seed in range(12)] == [8] * 12
         one.close()

@@ -15,6 +15,7 @@ import pytest
 
 from engine.attention.copies import WorkingCopies
 from engine.attention.kv_pool import KvPool
+from tests.patience import until
 from tests.support.threads import beside, ending
 from tiers.blocks import lazy_memory as lazy_memory_module
 from tiers.blocks.frames import FrameArena
@@ -55,13 +56,6 @@ class Used:
 
 def resident(lazy: LazyMemory) -> int:
     return resident_bytes(lazy.memory.ctypes.data, lazy.memory.nbytes)
-
-
-def until(lazy: LazyMemory, touched: int) -> None:
-    end = time.monotonic() + 20
-    while lazy.num_touched < touched:
-        assert time.monotonic() < end, f"{lazy.num_touched} of {touched} bytes are touched"
-        time.sleep(0.002)
 
 
 def test_pools_and_working_copies_take_no_memory_when_they_are_made():
@@ -112,12 +106,12 @@ def test_memory_is_touched_ahead_of_need():
         assert AHEAD_BYTES == lazy.num_touched <= resident(lazy)
         used.num_bytes = 100 * MIB
         toucher.rest()
-        until(lazy, AHEAD_BYTES + 100 * MIB)
+        until(lambda: lazy.num_touched >= AHEAD_BYTES + 100 * MIB)
         used.num_bytes = 3 * AHEAD_BYTES + 1
         toucher.step()
-        until(lazy, 3 * AHEAD_BYTES + AHEAD_BYTES // 2)
+        until(lambda: lazy.num_touched >= 3 * AHEAD_BYTES + AHEAD_BYTES // 2)
         toucher.rest()
-        until(lazy, 4 * AHEAD_BYTES)
+        until(lambda: lazy.num_touched >= 4 * AHEAD_BYTES)
         toucher._thread.join(20)
         assert not toucher._thread.is_alive(), "nothing is left to touch"
 
@@ -134,7 +128,7 @@ def test_the_thread_rests_while_the_engine_computes_and_enough_is_touched():
         time.sleep(0.05)
         assert AHEAD_BYTES == used.lazy_memory.num_touched
         toucher.rest()
-        until(used.lazy_memory, AHEAD_BYTES + AHEAD_BYTES // 2)
+        until(lambda: used.lazy_memory.num_touched >= AHEAD_BYTES + AHEAD_BYTES // 2)
 
 
 def test_what_is_written_while_memory_is_touched_stays():

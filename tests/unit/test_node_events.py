@@ -1,7 +1,6 @@
 """What happens to a node's blocks is told in its stream, which the node publishes."""
 
 import json
-import time
 from collections import Counter
 from itertools import pairwise
 
@@ -9,6 +8,7 @@ import pytest
 
 from cachesvc.config.sections import CacheSection, EventsSection
 from cachesvc.server.vllm import node as vllm_node
+from tests.patience import until
 from tests.unit.test_node_operations import settled
 from tests.unit.test_node_socket import below, joined, prompt, serving, write
 from tiers.telemetry.events import BlockEvent, Subscription
@@ -16,11 +16,7 @@ from tiers.telemetry.events import BlockEvent, Subscription
 
 def heard(subscription: Subscription, num_events: int) -> list[BlockEvent]:
     found: list[BlockEvent] = []
-    give_up = time.monotonic() + 60
-    while len(found) < num_events:
-        assert time.monotonic() < give_up
-        found += subscription.take()
-        time.sleep(0.01)
+    until(lambda: found.extend(subscription.take()) or len(found) >= num_events)
     return found
 
 
