@@ -6,11 +6,9 @@ from billing.gate.entries import Kind
 from billing.money import UNITS
 from billing.prices.cards import parse_card
 from billing.proof import audit
-from billing.usage import Usage
 from tests.contract.forging import change, copy, forging, problems
-from tests.support.billing import card_text, priced, running_ledger
+from tests.support.billing import USAGE, card_text, priced, running_ledger
 
-USAGE = Usage(hit_disk=900, miss=100, output=7)
 LATER = card_text("later", priced("*", "0.2", "2", "4"), valid_from="2025-01-01T00:00:30Z")
 
 

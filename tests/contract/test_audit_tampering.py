@@ -21,11 +21,9 @@ from billing.proof import audit
 from billing.proof.result import Head, Proof
 from billing.proof.trail import TRAIL
 from billing.store.opening import open_store
-from billing.usage import Usage
 from tests.contract.forging import copy, forging
-from tests.support.billing import running_ledger
+from tests.support.billing import USAGE, running_ledger
 
-USAGE = Usage(hit_disk=900, miss=100, output=7)
 Prove = Callable[..., Proof]
 UNPROVEN_TABLES = {
     *("meta", "idempotency", "undelivered", "export_cursors"),

@@ -12,7 +12,7 @@ from billing.proof import audit
 from billing.reports.standing import end_of, grant_documents
 from billing.usage import Usage
 from tests.contract.conftest import entries
-from tests.support.billing import START_NS, TestLedger
+from tests.support.billing import PRICE, START_NS, USAGE, TestLedger
 
 DAY_NS = 86_400 * NS
 
@@ -95,8 +95,6 @@ def test_the_last_day_is_spent_to_its_end():
     assert START_NS + 91 * DAY_NS == end_of("90d", START_NS + 5)
 
 
-USAGE = Usage(hit_disk=900, miss=100, output=7)  # launch card: 204,000,000 units
-PRICE = 204_000_000
 BY = {"by": "ops", "reason": "as agreed"}
 
 

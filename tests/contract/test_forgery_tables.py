@@ -25,9 +25,7 @@ from billing.reports.receipts import ReceiptSigner, published_keys, receipt_for
 from billing.store.opening import open_store
 from billing.usage import Usage
 from tests.contract.forging import Sql, change, copy, forging, problems
-from tests.support.billing import TestLedger, card_text, priced, running_ledger
-
-USAGE = Usage(hit_disk=900, miss=100, output=7)
+from tests.support.billing import USAGE, TestLedger, card_text, priced, running_ledger
 
 
 class House:

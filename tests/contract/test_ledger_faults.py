@@ -16,10 +16,7 @@ from billing.proof import audit
 from billing.store.opening import open_store
 from billing.usage import Usage
 from tests.patience import until
-from tests.support.billing import running_ledger
-
-USAGE = Usage(hit_disk=900, miss=100, output=7)  # launch card: 204,000,000 units
-PRICE = 204_000_000
+from tests.support.billing import PRICE, USAGE, running_ledger
 
 
 def test_what_cannot_be_encoded_fails_alone(house):

@@ -22,10 +22,7 @@ from billing.store.prepared import HotStatements
 from billing.store.store import LedgerStore
 from billing.usage import EMPTY, Usage
 from tests.contract.conftest import entries
-from tests.support.billing import ManualClock, running_ledger
-
-USAGE = Usage(hit_disk=900, miss=100, output=7)  # launch card: 204,000,000 units
-PRICE = 204_000_000
+from tests.support.billing import PRICE, USAGE, ManualClock, running_ledger
 
 
 def test_granted_money_is_spent_first_and_debt_is_paid_first(house):

@@ -11,11 +11,8 @@ from billing.gate.outcomes import Outcome
 from billing.idempotency import Claimed, FirstAnswer, Idempotency
 from billing.money import UNITS
 from billing.store.schema import undelivered
-from billing.usage import Usage
 from tests.contract.conftest import entries
-
-USAGE = Usage(hit_disk=900, miss=100, output=7)  # launch card: 204,000,000 units
-PRICE = 204_000_000
+from tests.support.billing import PRICE, USAGE
 
 
 def lost(hold):

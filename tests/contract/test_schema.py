@@ -8,11 +8,9 @@ from billing.gate.outcomes import Outcome
 from billing.money import UNITS
 from billing.store.opening import open_store
 from billing.store.schema import holds
-from billing.usage import Usage
 from tests.patience import until
-from tests.support.billing import running_ledger
+from tests.support.billing import USAGE, running_ledger
 
-USAGE = Usage(hit_disk=900, miss=100, output=7)
 NEWER = sa.text("UPDATE meta SET value = :newer WHERE name = 'schema'").bindparams(newer=b"9999")
 UNNUMBERED = sa.text("DELETE FROM meta WHERE name = 'schema'")
 WITHOUT_META = sa.text("DROP TABLE meta")

@@ -25,6 +25,8 @@ from billing.tenants import Tenant
 from billing.usage import Usage
 
 START_NS = 1_735_689_600 * NS  # 2025-01-01T00:00:00Z, a Wednesday
+USAGE = Usage(hit_disk=900, miss=100, output=7)
+PRICE = 204_000_000  # of that usage at the launch card, in units
 
 
 class ManualClock:
