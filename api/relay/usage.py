@@ -33,7 +33,6 @@ class Shape:
     missed: str = ""  # the rest of the prompt
     total: str = ""
     thoughts: str = ""  # output that some do not count in `output`, but in `total`
-    beside: str = ""  # output that is never counted in `output`
     includes: bool = True
 
 
@@ -80,26 +79,13 @@ _ANTHROPIC = Shape(
     tiers="cache_read_input_tokens_details",
     includes=False,
 )
-_BEDROCK = Shape(
-    prompt="inputTokens",
-    output="outputTokens",
-    cached=("cacheReadInputTokens",),
-    written=("cacheWriteInputTokens",),
-    includes=False,
-)
-_GEMINI = Shape(
-    prompt="promptTokenCount",
-    output="candidatesTokenCount",
-    cached=("cachedContentTokenCount",),
-    beside="thoughtsTokenCount",
-)
 _LLAMA = Shape(  # llama-server without usage
     prompt="timings.prompt_n",
     output="timings.predicted_n",
     cached=("timings.cache_n",),
     includes=False,
 )
-SHAPES: Final = (_OPENAI, _BEDROCK, _GEMINI, _LLAMA)  # those with a prompt's field of their own
+SHAPES: Final = (_OPENAI, _LLAMA)  # those with a prompt's field of their own
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,8 +220,6 @@ def _by_tier(said: Mapping[str, Any], shape: Shape, cached: int) -> Mapping[Tier
 def _output(said: Mapping[str, Any], shape: Shape, prompt: int | None) -> int | None:
     """The output with its thoughts, which Gemini and xAI count beside the completion."""
     output = _one(said, (shape.output,))
-    if shape.beside:
-        return (output or 0) + (_one(said, (shape.beside,)) or 0)
     if output is None or prompt is None or not shape.thoughts:
         return output
     thoughts, total = _one(said, (shape.thoughts,)) or 0, _one(said, (shape.total,))
@@ -270,7 +254,6 @@ _PLACES = (
     ("usage",),
     ("message", "usage"),  # Anthropic's message_start
     ("response", "usage"),  # of Responses
-    ("usageMetadata",),  # Gemini
 )
 
 

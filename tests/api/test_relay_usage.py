@@ -70,15 +70,6 @@ WRITES: Mapping[str, Said] = {
         cache_read_input_tokens=640,
         cache_creation_input_tokens=300,
     ),
-    "Bedrock Converse": {
-        "usage": {
-            "inputTokens": 60,
-            "outputTokens": 50,
-            "totalTokens": 1050,
-            "cacheReadInputTokens": 640,
-            "cacheWriteInputTokens": 300,
-        }
-    },
     "vLLM with created_cache_tokens": usage(
         1000, 50, **details(cached_tokens=640, created_cache_tokens=300)
     ),
@@ -116,15 +107,6 @@ READS: Mapping[str, Said] = {
     "llama-server's timings alone": {
         "choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}],
         "timings": {"cache_n": 640, "prompt_n": 360, "predicted_n": 50},
-    },
-    "Gemini": {
-        "usageMetadata": {
-            "promptTokenCount": 1000,
-            "cachedContentTokenCount": 640,
-            "candidatesTokenCount": 30,
-            "thoughtsTokenCount": 20,
-            "totalTokenCount": 1050,
-        }
     },
     "Anthropic": {
         "usage": {
