@@ -60,7 +60,10 @@ class NodePins:
         owner: str = "",
     ) -> Pin[PrefixKey]:
         """Pin every part of a prefix. Raises PinError, and then nothing has changed."""
-        before = {layout: self._named(layout, name) for layout in self._parts.layouts}
+        before = {
+            layout: next((pin for pin in self._of(layout) if pin.name == name), None)
+            for layout in self._parts.layouts
+        }
         num_tokens = len(prefix.keys) * self._parts.groups[0].block_size
         wanted: Pin[PrefixKey] = Pin(
             name=name, keys=(), until_s=until_s, num_tokens=num_tokens, why=why, owner=owner
@@ -100,7 +103,7 @@ class NodePins:
     ) -> KeysByLayout:
         """The keys to pin in each layout. `before`: the pins of that name, which may be renewed."""
         first_layout = self._parts.layouts[0]
-        if self._parts.are_one:
+        if len(self._parts.groups) == self._parts.num_ranks == 1:  # these are all keys there are
             return {first_layout: list(prefix.keys)}
         if isinstance(prefix, Chain):
             begun_s = time.monotonic()
@@ -142,9 +145,6 @@ class NodePins:
         """The pin with its blocks of the first group on the first rank alone."""
         num_blocks = pin.num_tokens // self._parts.groups[0].block_size
         return replace(pin, keys=pin.keys[:num_blocks])
-
-    def _named(self, layout: BlockLayout, name: str) -> Pin[PrefixKey] | None:
-        return next((pin for pin in self._of(layout) if pin.name == name), None)
 
     def _of(self, layout: BlockLayout) -> list[Pin[PrefixKey]]:
         return [pin_of(fields) for fields in self._nodes[layout].operate("pins")["pins"]]

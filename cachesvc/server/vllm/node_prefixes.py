@@ -68,11 +68,6 @@ class KvParts:
         """Each layout once, the first group's first."""
         return list(dict.fromkeys(group.layout for group in self.groups))
 
-    @property
-    def are_one(self) -> bool:
-        """Whether the keys of the first group on the first rank are all there are."""
-        return len(self.groups) == self.num_ranks == 1
-
     def roots(self, root: PrefixKey) -> list[list[PrefixKey]]:
         """Of a scope's blocks: for each group, on each rank."""
         return [rank_roots(each, self.num_ranks) for each in group_roots(root, len(self.groups))]
