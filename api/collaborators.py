@@ -6,6 +6,7 @@ of `tests.support.wire`. The event loop alone uses them, except where a method s
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from api.requests.kept import Purges
@@ -78,7 +79,7 @@ class EngineParts:
     publisher: "Publisher | None" = None  # None: no store is shared with other servers
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Inference:
     """What turns a prompt into an answer."""
 
@@ -86,20 +87,13 @@ class Inference:
     bridge: "OutputBridge"
     encoders: "FairPool"  # tokenise long texts and compile grammars
 
-    @property
+    @cached_property
     def models(self) -> Mapping[str, ServedModel]:
         """By name; the first is the default."""
         return {name: model for each in self.engines for name, model in each.models.items()}
 
     def engine_of(self, model: ServedModel) -> EngineParts:
         return next(each for each in self.engines if model.name in each.models)
-
-    def check_wait(self, share: str) -> None:
-        """Raises QueueTooLong if no engine would begin in time. Called before the body, which
-        names the model, is read."""
-        min(
-            (each.queue for each in self.engines), key=lambda queue: queue.wait_s(share)
-        ).check_wait(share)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,9 +15,9 @@ from fastapi import Request
 
 from api.access.auth import require
 from api.access.local import check_local
+from api.access.overload import check_any
 from api.collaborators import Collaborators
-from api.errors import InvalidRequest
-from api.headers import FIT_NAME, ClientNames, names_of, single_header
+from api.headers import FIT_NAME, ClientNames, names_of
 from api.shapes.body import BodyType, parse
 from api.shapes.schemas import LabelledBody
 from billing.gate.holds import RequestContext
@@ -75,12 +75,12 @@ async def received(request: Request, *, queues: bool = False) -> Arrival:
     """Authorises and reads a request. With `queues` it is refused before it is read if it would
     wait too long for the engine. Raises like `authorised`, and QueueTooLong."""
     wire, log = wire_of(request), request_log_of(request)
-    principal = await authorised(request)
+    principal, names = await _identified(request, Scope.INFERENCE)
     if queues:
-        wire.inference.check_wait(principal.tenant)
+        check_any((each.queue for each in wire.inference.engines), principal.tenant)
     # `Request.body` would keep it in memory until the answer has ended.
     raw = b"".join([part async for part in request.stream()])
-    return Arrival(request, wire, log, principal, raw, names_of(request))
+    return Arrival(request, wire, log, principal, raw, names)
 
 
 def request_context(arrival: Arrival, body: LabelledBody) -> RequestContext:
@@ -119,30 +119,22 @@ def _label(text: object, most: int) -> str:
     return str(text) if is_label else ""
 
 
-def _credentials(request: Request) -> str | None:
-    """The Authorization header, or Anthropic's x-api-key as one.
-
-    Raises InvalidRequest if both are given and differ.
-    """
-    bearer, key = single_header(request, "Authorization"), single_header(request, "x-api-key")
-    if key is None:
-        return bearer
-    if bearer is not None and bearer != f"Bearer {key}":
-        raise InvalidRequest("Authorization and x-api-key name two keys; send one of them.")
-    return f"Bearer {key}"
-
-
 async def authorised(request: Request, scope: Scope = Scope.INFERENCE) -> Principal:
     """The principal, checked for `scope`.
 
     Raises MissingKey, MissingScope and UnknownKey; ForeignPage if no key is needed.
     """
-    wire = wire_of(request)
-    principal = await wire.access.gatekeeper.identify(_credentials(request))
+    principal, _ = await _identified(request, scope)
+    return principal
+
+
+async def _identified(request: Request, scope: Scope) -> tuple[Principal, ClientNames]:
+    wire, names = wire_of(request), names_of(request)
+    principal = await wire.access.gatekeeper.identify(names.authorization)
     request_log_of(request).add(
         tenant=principal.tenant, project=principal.project or None, key_id=principal.key_id or None
     )
     if not principal.key_id:
         check_local(request, wire.settings.cors_origins)
     require(principal, scope)
-    return principal
+    return principal, names

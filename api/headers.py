@@ -24,16 +24,23 @@ def single_header(request: Request, name: str) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class ClientNames:
-    """The client's own names for a request and its conversation, as headers tell them."""
+    """What headers tell: the client's key, as an Authorization header, and its own names for a
+    request and its conversation."""
 
+    authorization: str | None = None
     idempotency_key: str | None = None
     session: str = ""
     parent_session: str = ""
 
 
 def names_of(request: Request) -> ClientNames:
-    """Raises InvalidRequest for a name that is sent twice."""
+    """Raises InvalidRequest for a name that is sent twice, and for two keys that differ:
+    Anthropic's clients send theirs as x-api-key."""
+    bearer, key = single_header(request, "Authorization"), single_header(request, "x-api-key")
+    if None not in (bearer, key) and bearer != f"Bearer {key}":
+        raise InvalidRequest("Authorization and x-api-key name two keys; send one of them.")
     return ClientNames(
+        bearer if key is None else f"Bearer {key}",
         single_header(request, IDEMPOTENCY_KEY),
         single_header(request, "X-Session-Id") or "",
         single_header(request, "X-Parent-Session-Id") or "",

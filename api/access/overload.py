@@ -6,6 +6,7 @@ from the tenant's queue, its fair share and the recent rate. Event loop only.
 """
 
 import math
+from collections.abc import Iterable
 from typing import Final
 
 from api.access.shares import Shares
@@ -59,3 +60,9 @@ class QueueBound:
 
     def leave(self, share: str, num_prompts: int) -> None:
         self._places.give_back(share, num_prompts)
+
+
+def check_any(queues: Iterable[QueueBound], share: str) -> None:
+    """Raises QueueTooLong if no engine would begin in time. Called before the body, which names the
+    model, is read."""
+    min(queues, key=lambda queue: queue.wait_s(share)).check_wait(share)

@@ -12,13 +12,14 @@ from api.errors import ApiError
 from api.headers import ClientNames
 from api.job import Delta, Job, Keep, Session, Turn
 from api.requests.turns import TurnReplay, common_length, turn_of
-from api.routes.prompts import ChatPrompt, chat_prompt, encode_chat, ends_thinking
+from api.routes.prompts import encode_chat, ends_thinking
 from api.served_model import ServedModel, find_model
 from api.shapes.chat import message_of
-from api.shapes.message import Breakpoint
+from api.shapes.message import Breakpoint, CacheOptions
 from api.shapes.reply import Reply
 from api.shapes.schemas import ChatBody
 from api.shapes.structured import chat_answer
+from api.shapes.template import ChatPrompt, chat_prompt
 from api.shapes.translation import with_answer
 from api.tools.reasoning import ThinkParser
 from api.tools.style import Style, parser_of
@@ -52,21 +53,23 @@ async def chat_of(
     wire, log, tenant = arrival.wire, arrival.log, arrival.principal.tenant
     if ignored := body.check(wire.settings.max_choices):
         log.add(ignored_fields=ignored)
-    asked = body.cache_asked()
+    extension, apart, points = body.extension, body.apart, body.breakpoints()
+    options = body.prompt_cache_options or CacheOptions()
+    uses_cache = extension.cache is not False and options.use_cache(points)
 
     model = find_model(wire.inference.models, body.model)
-    scope = wire.access.salts.scoped(model.scope, tenant, asked.share)
+    scope = wire.access.salts.scoped(model.scope, tenant, extension.share)
 
-    prompt = chat_prompt(wire, model, body)
+    prompt = chat_prompt(model, body)
 
     turn, replay = None, None  # tokens do not identify whose they are
-    if asked.on and not asked.apart:
+    if uses_cache and not apart:
         tools, goes_on = prompt.offered_tools, prompt.continue_final_message
         turn = turn_of(scope, prompt.messages, tools, prompt.arguments, goes_on=goes_on)
         await wire.records.conversations.recall(turn)
         replay = _replay(wire, prompt, turn) if replays else None
     tokens = await encode_chat(wire, model, prompt, tenant=tenant, replay=replay)
-    opened, markers = ends_thinking(model, prompt, tokens), prompt.markers
+    opened = ends_thinking(model, prompt, tokens)
 
     answer = chat_answer(
         body, model, prompt.tooling, prompt.style, len(tokens), thinking=opened, limit=limit
@@ -74,8 +77,8 @@ async def chat_of(
     new_reply = partial(_new_reply, prompt, answer.source, opened=opened)
 
     # Pins of requests find blocks by tokens alone, so chats kept apart get none.
-    mine = not (asked.apart or asked.share)
-    points = asked.points if mine else []
+    mine = not (apart or extension.share)
+    points = points if mine else []
     keeps = await _keeps(wire, model, body, points, tokens, tenant=tenant) if points else ()
     session = arrival.names.session or body.prompt_cache_key
     num_same = 0 if replay is None else _num_same(replay, tokens)
@@ -89,14 +92,14 @@ async def chat_of(
         scope=scope,
         stop=answer.stop,
         source=answer.source,
-        cache=asked.on,
+        cache=uses_cache,
         stream=bool(body.stream),
         arrival_ns=log.arrival_ns,
         context=request_context(arrival, body),
-        contents=asked.apart,
-        markers=markers,
+        contents=apart,
+        markers=prompt.markers,
         keeps=keeps,
-        session=_session(session, arrival.names, body) if session and mine and asked.on else None,
+        session=_session(session, arrival.names, body) if session and mine and uses_cache else None,
         turn=turn,
         message_of=partial(_answered, new_reply, begun) if turn is not None else None,
         replayed_tokens=num_same,
@@ -127,7 +130,7 @@ async def _keeps(
         same = len(tokens)
         if (begun := body.until(point)) is not None:
             try:
-                cut = replace(chat_prompt(wire, model, begun), add_generation_prompt=False)
+                cut = replace(chat_prompt(model, begun), add_generation_prompt=False)
                 cut_tokens = await encode_chat(wire, model, cut, tenant=tenant)
             except (ApiError, RequestError):  # the template rejects a chat that ends there
                 continue

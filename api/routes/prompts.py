@@ -4,24 +4,17 @@ import re
 import uuid
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, TypeVar
 
-import orjson
-
 from api.collaborators import Collaborators
-from api.errors import InvalidRequest, Unsupported
+from api.errors import InvalidRequest
 from api.requests.turns import TurnReplay
 from api.served_model import ServedModel
 from api.shapes.schemas import ChatBody
-from api.shapes.template import SWITCHES, Tooling, template_arguments, tooling_of
+from api.shapes.template import ChatPrompt, chat_prompt
 from api.tools.history import for_template
 from api.tools.reasoning import OPEN
-from api.tools.steering import steered
-from api.tools.style import THOUGHT_MARKERS, Style, style_of, thinks
 from engine.errors import RequestError
-from engine.structure import check_document
 
 Made = TypeVar("Made")
 
@@ -37,88 +30,11 @@ async def encode_text(
     return await _encode(wire, tenant, len(text), lambda: model.tokenizer.encode(text))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatPrompt:
-    """The input of a chat template. `messages` are as the client sent them, in plain values."""
-
-    messages: Sequence[Mapping[str, Any]]
-    tooling: Tooling
-    style: Style
-    thinks: bool = False  # the template has reasoning
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    offered_tools: Sequence[dict[str, Any]] = ()  # as templates read them
-    num_chars: int = 0  # that a template may render of it
-
-    @property
-    def markers(self) -> tuple[str, ...]:
-        """Special tokens that the answer's reader needs as text."""
-        calls = self.tooling.may_call or self.style is Style.HARMONY
-        thought = THOUGHT_MARKERS if self.thinks else ()
-        return (*(self.style.markers if calls else ()), *thought)
-
-
-def chat_prompt(wire: Collaborators, model: ServedModel, body: ChatBody) -> ChatPrompt:
-    """The input of the model's template, within its bounds.
-
-    Raises what is wrong with the messages, tools or arguments, by field: InvalidRequest,
-    InvalidParameter for calls nested too deeply, or ContextLengthExceeded.
-    """
-    template = model.tokenizer.chat_template
-    if not model.tokenizer.has_chat_template:
-        raise Unsupported(
-            f"The model '{model.name}' has no chat template; use /v1/completions.",
-            param="messages",
-        )
-    tooling = tooling_of(body)
-    last = body.messages[-1]
-    continues = bool(body.continue_final_message or last.prefix or last.partial)
-    if continues and (body.add_generation_prompt or last.role != "assistant"):
-        raise InvalidRequest(
-            "continue_final_message needs a last message of the assistant, and no "
-            "add_generation_prompt.",
-            param="continue_final_message",
-        )
-    messages = [message.for_template(number) for number, message in enumerate(body.messages)]
-    style, arguments = style_of(template), template_arguments(body, template)
-    if continues and any(arguments.get(name) for name in SWITCHES):
-        raise InvalidRequest(
-            "thinking comes before an answer, and the last message has begun one; turn it off.",
-            param="thinking",
-        )
-    plain = steered(messages, partial(_shown, model, style))
-    for number, each in enumerate(plain):
-        if calls := each.get("tool_calls"):
-            check_document(calls, f"messages[{number}].tool_calls")
-    tools = [tool.for_template() for tool in tooling.tools]
-    more = [one for one in (tools, arguments) if one]
-    num_chars = sum(map(_size, plain)) + sum(len(orjson.dumps(one)) for one in more)
-    model.check_chars(num_chars, "messages")
-    return ChatPrompt(
-        messages=plain,
-        tooling=tooling,
-        style=style,
-        thinks=thinks(template),
-        add_generation_prompt=body.add_generation_prompt is not False and not continues,
-        continue_final_message=continues,
-        arguments=arguments,
-        offered_tools=tools,
-        num_chars=num_chars,
-    )
-
-
-def _shown(model: ServedModel, style: Style, messages: Sequence[Mapping[str, Any]]) -> str:
-    """The messages as the model's template renders them. Raises RequestError if it does not."""
-    plain, _ = for_template(messages, (), model.tokenizer.chat_template, style)
-    return model.tokenizer.render(plain)
-
-
 async def encoded_chat(
     wire: Collaborators, model: ServedModel, body: ChatBody, *, tenant: str
 ) -> "array[int]":
     """The tokens of a chat's body. Raises like `chat_prompt` and `encode_chat`."""
-    return await encode_chat(wire, model, chat_prompt(wire, model, body), tenant=tenant)
+    return await encode_chat(wire, model, chat_prompt(model, body), tenant=tenant)
 
 
 async def encode_chat(
@@ -221,11 +137,6 @@ async def encode_prompt(
             param="prompt",
         )
     return array("i", prompt)
-
-
-def _size(message: Mapping[str, Any]) -> int:
-    """The number of characters that a template may render for a message."""
-    return sum(len(v) if isinstance(v, str) else len(orjson.dumps(v)) for v in message.values())
 
 
 async def _encode(wire: Collaborators, tenant: str, size: int, work: Callable[[], Made]) -> Made:

@@ -75,6 +75,9 @@ class CacheOptions(Body):
     def for_s(self) -> float:
         return TTL_S[self.ttl or "30m"]
 
+    def use_cache(self, points: Sequence["Breakpoint"]) -> bool:
+        return self.mode != "explicit" or bool(points)
+
 
 class Marked(Body):
     """A part or message that may end a prefix to keep. At most one of the two marks is given."""

@@ -6,7 +6,6 @@ known field that would change the answer and is not served is refused, never sil
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from itertools import takewhile
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -238,16 +237,6 @@ class GenerationBody(LabelledBody):
         return bool(self.stream_options and self.stream_options.include_usage)
 
 
-@dataclass(frozen=True, slots=True)
-class CacheAsked:
-    """How a chat uses the cache."""
-
-    on: bool
-    share: str | None  # the sharing group whose blocks it uses
-    apart: tuple[Content, ...]  # what keeps its blocks apart; see `GenerationBody.apart`
-    points: list[Breakpoint]  # up to which it is kept
-
-
 class ChatBody(GenerationBody):
     unserved = CHAT
 
@@ -279,14 +268,7 @@ class ChatBody(GenerationBody):
             )
         return ignored
 
-    def cache_asked(self) -> "CacheAsked":
-        """How the chat uses the cache. Explicit breakpoints of which none is given turn it off."""
-        extension, apart = self.extension, self.apart
-        options, points = self.prompt_cache_options or CacheOptions(), self._breakpoints()
-        off = extension.cache is False or (options.mode == "explicit" and not points)
-        return CacheAsked(not off, extension.share, apart, points)
-
-    def _breakpoints(self) -> "list[Breakpoint]":
+    def breakpoints(self) -> list[Breakpoint]:
         """The points up to which to keep the prompt: the latest four, the whole prompt included.
 
         Of the conversation, without those that one of a later turn covers.
@@ -307,7 +289,7 @@ class ChatBody(GenerationBody):
         ]
         return needed[-WRITES_MOST:]
 
-    def until(self, point: "Breakpoint") -> "ChatBody | None":
+    def until(self, point: Breakpoint) -> "ChatBody | None":
         """The chat cut at a breakpoint; None if that is its end."""
         if not point.messages:  # after the tools of a chat without a system message
             return self._of([Message(role="user", content="")])

@@ -1,4 +1,4 @@
-"""What a chat gives its template besides messages: its tools, checked, and its arguments.
+"""What a chat gives its template: messages, tools and arguments, checked.
 
 The arguments are `chat_template_kwargs`, `thinking` and `reasoning_effort`. One is refused if the
 template does not read it.
@@ -7,12 +7,18 @@ template does not read it.
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
+import orjson
+
 from api.errors import InvalidRequest, Unsupported
+from api.served_model import ServedModel
 from api.shapes.schemas import ChatBody
 from api.tools.choice import Tool, ToolChoice
-from api.tools.style import thinks
+from api.tools.history import for_template
+from api.tools.steering import steered
+from api.tools.style import THOUGHT_MARKERS, Style, style_of, thinks
 from engine.structure import check_document
 
 SWITCHES: Final = ("enable_thinking", "thinking")  # names used by templates
@@ -41,15 +47,91 @@ class Tooling:
         return frozenset(tool.name for tool in self.tools if self.may_call)
 
 
-def tooling_of(body: ChatBody) -> Tooling:
-    """The tools of a body. Raises InvalidRequest."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatPrompt:
+    """The input of a chat template. `messages` are as the client sent them, in plain values."""
+
+    messages: Sequence[Mapping[str, Any]]
+    tooling: Tooling
+    style: Style
+    thinks: bool = False  # the template has reasoning
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    offered_tools: Sequence[dict[str, Any]] = ()  # as templates read them
+    num_chars: int = 0  # that a template may render of it
+    markers: tuple[str, ...] = ()  # special tokens that the answer's reader needs as text
+
+
+def chat_prompt(model: ServedModel, body: ChatBody) -> ChatPrompt:
+    """The input of the model's template, within its bounds.
+
+    Raises what is wrong with the messages, tools or arguments, by field: InvalidRequest,
+    InvalidParameter for calls nested too deeply, or ContextLengthExceeded.
+    """
+    template = model.tokenizer.chat_template
+    if not model.tokenizer.has_chat_template:
+        raise Unsupported(
+            f"The model '{model.name}' has no chat template; use /v1/completions.",
+            param="messages",
+        )
+    arguments, tooling = _arguments(body, template), _tooling(body)
+    last = body.messages[-1]
+    continues = bool(body.continue_final_message or last.prefix or last.partial)
+    if continues and (body.add_generation_prompt or last.role != "assistant"):
+        raise InvalidRequest(
+            "continue_final_message needs a last message of the assistant, and no "
+            "add_generation_prompt.",
+            param="continue_final_message",
+        )
+    if continues and any(arguments.get(name) for name in SWITCHES):
+        raise InvalidRequest(
+            "thinking comes before an answer, and the last message has begun one; turn it off.",
+            param="thinking",
+        )
+    messages = [message.for_template(number) for number, message in enumerate(body.messages)]
+    style, has_thoughts = style_of(template), thinks(template)
+    marks_calls = tooling.may_call or style is Style.HARMONY
+    plain = steered(messages, partial(_shown, model, style))
+    for number, each in enumerate(plain):
+        if calls := each.get("tool_calls"):
+            check_document(calls, f"messages[{number}].tool_calls")
+    tools = [tool.for_template() for tool in tooling.tools]
+    told = [value for message in plain for value in message.values()]
+    more = [one for one in (tools, arguments) if one]
+    num_chars = sum(len(v) if isinstance(v, str) else len(orjson.dumps(v)) for v in [*told, *more])
+    model.check_chars(num_chars, "messages")
+    return ChatPrompt(
+        messages=plain,
+        tooling=tooling,
+        style=style,
+        thinks=has_thoughts,
+        add_generation_prompt=body.add_generation_prompt is not False and not continues,
+        continue_final_message=continues,
+        arguments=arguments,
+        offered_tools=tools,
+        num_chars=num_chars,
+        markers=(
+            *(style.markers if marks_calls else ()),
+            *(THOUGHT_MARKERS if has_thoughts else ()),
+        ),
+    )
+
+
+def _shown(model: ServedModel, style: Style, messages: Sequence[Mapping[str, Any]]) -> str:
+    """The messages as the model's template renders them. Raises RequestError if it does not."""
+    plain, _ = for_template(messages, (), model.tokenizer.chat_template, style)
+    return model.tokenizer.render(plain)
+
+
+def _tooling(body: ChatBody) -> Tooling:
     given = [each.function for each in body.tools or []]
-    check_document([each.parameters for each in given], "tools")
     tools = tuple(Tool(each.name, each.description or "", each.parameters) for each in given)
     if len({tool.name for tool in tools}) != len(tools):
         raise InvalidRequest("Two tools have one name; give each its own.", param="tools")
     choice = _choice(body, tools)
     may_call = bool(tools) and body.tool_choice != "none"
+    check_document([each.parameters for each in given], "tools")
     return Tooling(tools, choice, any(each.strict for each in given), may_call)
 
 
@@ -76,9 +158,7 @@ def _choice(body: ChatBody, tools: Sequence[Tool]) -> ToolChoice:
     )
 
 
-def template_arguments(body: ChatBody, template: str | None) -> dict[str, Any]:
-    """The arguments. Raises InvalidRequest or Unsupported for one that the template does not
-    read."""
+def _arguments(body: ChatBody, template: str | None) -> dict[str, Any]:
     given = dict(body.chat_template_kwargs or {})
     if given:
         check_document(given, "chat_template_kwargs")

@@ -126,7 +126,7 @@ def test_text_that_is_marked_before_a_call_is_kept_without_the_call():
     turns = [("user", "hi"), ("assistant", said), ("user", result)]
     asked = body(messages=[{"role": role, "content": content} for role, content in turns])
     chat = MessagesBody.model_validate(asked).as_chat(byte_model())
-    [point] = chat.cache_asked().points
+    [point] = chat.breakpoints()
     cut = chat.until(point)
     assert cut is not None
     assert ["hi", "I look."] == [message.text(0) for message in cut.messages]
