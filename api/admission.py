@@ -64,7 +64,6 @@ async def deliver(
     if extension.publish:
         publisher = check_publishable(job, parts.publisher)
     fingerprint = job.context.fingerprint
-    await parts.quotes.check(principal, job, extension)
     claimed = await claim(
         wire.books.replays,
         arrival.names.idempotency_key,

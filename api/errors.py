@@ -147,14 +147,6 @@ class MissingScope(ApiError, status=403, code="insufficient_scope"):
     """The API key is valid but lacks the scope for this."""
 
 
-class QuoteRefused(ApiError, status=409, code="quote_refused"):
-    """The request would hit less, or cost more, than it allows; the quote says by how much."""
-
-    def __init__(self, message: str, quote: Mapping[str, Any], *, param: str) -> None:
-        super().__init__(message, param=param)
-        self.extra = {"quote": quote}
-
-
 class RateLimited(ApiError, status=429, code="rate_limit_exceeded"):
     """The key or tenant has reached a limit; `headers` say when to retry."""
 
@@ -250,8 +242,7 @@ class ErrorAnswer:
     code: str | None = None
     param: str | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
-    extra: Mapping[str, Any] = field(default_factory=dict)  # beside the error
-    about: Mapping[str, Any] = field(default_factory=dict)  # in the error
+    about: Mapping[str, Any] = field(default_factory=dict)  # more of the error, for programs
 
     def body(self) -> dict[str, Any]:
         error = {
@@ -261,7 +252,7 @@ class ErrorAnswer:
             "code": self.code,
             **self.about,
         }
-        return {"error": error, **self.extra}
+        return {"error": error}
 
     def encoded(self) -> bytes:
         return orjson.dumps(self.body())
@@ -292,7 +283,6 @@ def answer_to(error: BaseException) -> ErrorAnswer:
         row.code,
         getattr(error, "param", None),
         headers,
-        extra=getattr(error, "extra", {}),
         about=about,
     )
 

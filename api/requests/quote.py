@@ -1,31 +1,23 @@
-"""What a request would hit and cost now, without computing it; and requests with limits on that.
+"""What a request would hit and cost now, without computing it.
 
 A quote is a snapshot: blocks may come or leave before the request does, and the bill follows what
 is served. Event loop only.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-from api.errors import InvalidRequest, QuoteRefused, Unsupported
 from api.job import Job, Priced
 from api.requests.metering import LedgerMeter
 from api.served_model import EngineClient
-from api.shapes.schemas import Extension
-from billing.errors import InvalidAmount
 from billing.keys import Principal
-from billing.money import format_units, parse_not_negative
+from billing.money import format_units
 from billing.usage import Usage
 from tiers.tier import TierName
 
-
-class Survey(Protocol):
-    """Which tiers hold the blocks of a prompt now."""
-
-    async def __call__(self, job: Job) -> Sequence[Mapping[str, int]]:
-        """For each prompt: tokens that would hit, by tier."""
-        ...
+# For each prompt of a job: tokens that would hit now, by tier.
+Survey = Callable[[Job], Awaitable[Sequence[Mapping[str, int]]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +30,6 @@ class Quote:
     priced: Priced
     wait_ms: float
 
-    @property
-    def hit_rate(self) -> float:
-        return self.usage.hit / self.usage.prompt
-
     def as_json(self) -> dict[str, Any]:
         usage, priced, ref = self.usage, self.priced, self.priced.ref
         return {
@@ -51,7 +39,7 @@ class Quote:
             "hit_tokens": usage.hit,
             "hit_tokens_by_tier": usage.hit_by_tier,
             "miss_tokens": usage.miss,
-            "hit_rate": round(self.hit_rate, 4),
+            "hit_rate": round(usage.hit / usage.prompt, 4),
             "max_output_tokens": self.max_output,
             "price": {
                 "currency": priced.currency,
@@ -91,39 +79,3 @@ class Quotes:
             self._meter.price(principal, job, usage),
             wait_s * 1000,
         )
-
-    async def check(self, principal: Principal, job: Job, extension: Extension) -> None:
-        """Raises QuoteRefused if the job would miss the request's own limits on hits or price."""
-        if extension.require_hit is None and extension.max_price is None:
-            return
-        if extension.require_hit is not None and self._survey is None:
-            raise Unsupported(
-                "What the engine has cached is not known before it answers; leave require_hit out.",
-                param="cachesvc.require_hit",
-            )
-        most = _units(extension.max_price)
-        quote = await self.of(principal, job)
-        if extension.require_hit is not None and quote.hit_rate < extension.require_hit:
-            raise QuoteRefused(
-                f"{quote.usage.hit} of {quote.usage.prompt} prompt tokens would hit, "
-                f"{quote.hit_rate:.1%}, and cachesvc.require_hit is {extension.require_hit:.1%}; "
-                "nothing was computed.",
-                quote.as_json(),
-                param="cachesvc.require_hit",
-            )
-        at_most = quote.priced.prompt + quote.priced.output
-        if most is not None and at_most > most:
-            raise QuoteRefused(
-                f"With {quote.max_output} tokens of output it may cost {format_units(at_most)} "
-                f"{quote.priced.currency}, more than cachesvc.max_price; nothing was computed. "
-                "Lower max_tokens, or raise the price.",
-                quote.as_json(),
-                param="cachesvc.max_price",
-            )
-
-
-def _units(price: str | None) -> int | None:
-    try:
-        return None if price is None else parse_not_negative(price)
-    except InvalidAmount as error:
-        raise InvalidRequest(f"{error}.", param="cachesvc.max_price") from None

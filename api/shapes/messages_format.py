@@ -36,7 +36,7 @@ def anthropic_error(answer: ErrorAnswer) -> dict[str, Any]:
     error |= {"param": answer.param} if answer.param else {}
     error |= {"code": answer.code} if answer.code else {}
     error |= answer.about
-    return {"type": "error", "error": error, **answer.extra}
+    return {"type": "error", "error": error}
 
 
 def anthropic_usage(usage: Usage, service_tier: str = "") -> dict[str, Any]:

@@ -75,30 +75,33 @@ class ResponseFormat(Body):
 
 
 MAX_PAUSE_S = 3600  # a session keeps its blocks no longer; a cache can
+_REMOVED = {  # from the vendor block, with what to use instead
+    "contents": "no placeholder of an image or a sound is read here; send it to an engine at a URL "
+    "that reads it",
+    "require_hit": "POST /v1/cache/quote says what a request would hit before it is sent",
+    "max_price": "POST /v1/cache/quote says what a request may cost; hard limits of a tenant, a "
+    "key or a tag bound what is spent",
+}
 
 
 class Extension(Body):
     """The vendor block of a request, under the key `cachesvc`."""
 
-    model_config = ConfigDict(extra="forbid")  # a mistyped max_price would be no limit
+    model_config = ConfigDict(extra="forbid")  # a mistyped share would be another scope
 
     details: bool | None = None  # timings, miss reasons and cost in the answer
     receipt: bool | None = None  # a signed receipt in the answer
     cache: bool | None = None  # False: neither read nor written
     share: str | None = None  # name of a sharing group that the tenant belongs to
-    require_hit: Probability | None = None  # of the prompt, else 409 with a quote
-    max_price: Annotated[str, Field(max_length=40)] | None = None  # a decimal, else the same
     pause_s: Annotated[float, Field(ge=0, le=MAX_PAUSE_S)] | None = None  # of the session; 0 ends
     publish: bool | None = None  # answer once the prompt's blocks are in the shared tier
 
     @model_validator(mode="before")
     @classmethod
-    def _no_contents(cls, given: object) -> object:
-        if isinstance(given, dict) and "contents" in given:
-            raise ValueError(
-                "contents are not served: no placeholder of an image or a sound is read here; send "
-                "it to an engine at a URL that reads it"
-            )
+    def _has_what_is_served(cls, given: object) -> object:
+        for name in given if isinstance(given, dict) else ():
+            if name in _REMOVED:
+                raise ValueError(f"{name} is not served: {_REMOVED[name]}")
         return given
 
 
