@@ -1,7 +1,6 @@
-"""A model as the wire sees it, and the protocols of the engine and tokenizers behind it."""
+"""A model as the wire sees it, and the protocol of the engine behind it."""
 
-from array import array
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -12,6 +11,7 @@ from tiers.blocks.keys import CacheScope
 
 if TYPE_CHECKING:
     from engine.remote.upstreams import Upstreams
+    from engine.text.tokenizer import Tokenizer
 
 
 class EngineClient(Protocol):
@@ -29,41 +29,6 @@ class EngineClient(Protocol):
     def predicted_wait_s(self, share: str, num_tokens: int) -> float:
         """How long a prompt of this many tokens from `share` would wait to begin."""
         ...
-
-
-class Tokenizer(Protocol):
-    """Text to ids and back. Thread-safe."""
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def max_token_bytes(self) -> int: ...
-
-    @property
-    def has_chat_template(self) -> bool: ...
-
-    @property
-    def chat_template(self) -> str | None: ...
-
-    @property
-    def special_token_ids(self) -> frozenset[int]: ...
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> "array[int]": ...
-
-    def decode(self, ids: Sequence[int]) -> str: ...
-
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        template_arguments: Mapping[str, Any] | None = None,
-    ) -> str: ...
-
-    def token_bytes(self, token: int) -> bytes: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +60,7 @@ class ServedModel:
     """
 
     name: str
-    tokenizer: Tokenizer
+    tokenizer: "Tokenizer"
     scope: CacheScope
     max_context: int
     vocab_size: int

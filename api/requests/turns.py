@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import orjson
@@ -20,8 +20,10 @@ import xxhash
 
 from api.job import Divergence, DivergenceReason, Transcript, Turn
 from api.requests.kept import NOTHING, KeptBodies, Recent, owner_of
-from api.served_model import Tokenizer
 from tiers.blocks.keys import CacheScope
+
+if TYPE_CHECKING:
+    from engine.text.tokenizer import Tokenizer
 
 MAX_TOKENS = 1 << 20  # of all turns in memory, 4 MiB; `recall` loads those on disk
 MIN_ENTRY_TOKENS = 64  # minimum count of a turn, for its keys and its entry
@@ -121,7 +123,7 @@ class Conversations:
         self._kept.forget(owner)
 
     def divergence(
-        self, turn: Turn, tokens: "array[int]", tokenizer: Tokenizer
+        self, turn: Turn, tokens: "array[int]", tokenizer: "Tokenizer"
     ) -> Divergence | None:
         """Where `tokens` diverge from those of the longest known beginning of the conversation.
 
@@ -151,7 +153,7 @@ class Conversations:
         turn: Turn,
         prompt: "array[int]",
         answers: Sequence[Transcript],
-        tokenizer: Tokenizer,
+        tokenizer: "Tokenizer",
         message_of: Callable[[str], Mapping[str, Any]] = assistant_message,
     ) -> None:
         """Remember a served turn: its prompt, and its prompt with each answer."""
@@ -219,7 +221,7 @@ def _call(call: Mapping[str, Any]) -> list[Any]:
     return [function.get("name"), arguments]
 
 
-def _num_spelled(tokenizer: Tokenizer, answer: Transcript) -> tuple[int, str | None]:
+def _num_spelled(tokenizer: "Tokenizer", answer: Transcript) -> tuple[int, str | None]:
     """The number of the answer's tokens that are wholly in its text, and the text after them.
 
     The end of the sequence and tokens in which a stop string begins do not count. Special tokens
@@ -239,7 +241,7 @@ def _num_spelled(tokenizer: Tokenizer, answer: Transcript) -> tuple[int, str | N
         return num_told, None
 
 
-def _reason(tokenizer: Tokenizer, old: "array[int]", new: "array[int]") -> DivergenceReason:
+def _reason(tokenizer: "Tokenizer", old: "array[int]", new: "array[int]") -> DivergenceReason:
     """TOKENIZER if the same text continues on both sides, for the length of the first token on
     either."""
     pieces = [[tokenizer.token_bytes(t) for t in side[:_LOOKED_AT]] for side in (old, new)]

@@ -3,15 +3,17 @@
 import codecs
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from api.served_model import Tokenizer
 from engine.request import TokenLogprob
+
+if TYPE_CHECKING:
+    from engine.text.tokenizer import Tokenizer
 
 FLOOR = -9999.0  # OpenAI's value for an impossible token; JSON has no infinity
 
 
-def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
+def chat_logprobs(tokenizer: "Tokenizer", tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
     """`choices[].logprobs` of a chat answer."""
     content = [
         {
@@ -26,7 +28,7 @@ def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenLogprob]) -> dict[
 class TextLogprobs:
     """`choices[].logprobs` of a completion, in columns, for its tokens in order."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: "Tokenizer") -> None:
         self._tokenizer = tokenizer
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._offset = 0  # where the next token's text begins
@@ -54,12 +56,12 @@ class TextLogprobs:
         return begun
 
 
-def _entry(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, Any]:
+def _entry(tokenizer: "Tokenizer", token: int, logprob: float) -> dict[str, Any]:
     raw = list(tokenizer.token_bytes(token))
     return {"token": _name(tokenizer, token), "logprob": _finite(logprob), "bytes": raw}
 
 
-def _name(tokenizer: Tokenizer, token: int) -> str:
+def _name(tokenizer: "Tokenizer", token: int) -> str:
     return tokenizer.token_bytes(token).decode("utf-8", errors="replace")
 
 

@@ -361,7 +361,7 @@ def byte_model(
     tokenizer = tokenizer or ByteTokenizer()
     return ServedModel(
         name=name,
-        tokenizer=tokenizer,
+        tokenizer=cast(Any, tokenizer),
         scope=CacheScope(weights=b"w", tokenizer=b"t", layout=b"l"),
         max_context=max_context,
         vocab_size=VOCAB_SIZE,
