@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from api.requests.retention import Retention
     from api.requests.turns import Conversations
     from billing.idempotency import Idempotency
-    from billing.store.store import LedgerStore
+    from billing.operations.books import OpenBooks
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +102,7 @@ class Bookkeeping:
 
     meter: "LedgerMeter"
     balances: Callable[[str], Tenant]  # by tenant; may read a store: called off the loop
-    store: "LedgerStore"
-    receipt_keys: Mapping[str, str]  # public keys in hex, by id
+    opened: "OpenBooks"  # for what tenants ask of their own
     replays: "Idempotency"
 
 

@@ -112,8 +112,7 @@ class Service:
             books=Bookkeeping(
                 meter=meter,
                 balances=money.accounts.tenant,
-                store=money.books.store,
-                receipt_keys=money.books.signer.published,
+                opened=money.books,
                 replays=money.replays,
             ),
             records=self._memory.records,

@@ -46,7 +46,7 @@ async def receipt_keys(request: Request) -> dict[str, list[dict[str, str]]]:
     """Every public key that ever signed here, in hex (Ed25519, 32 bytes). A receipt names its
     `key_id`."""
     await authorised(request, Scope.USAGE)
-    keys = wire_of(request).books.receipt_keys
+    keys = wire_of(request).books.opened.signer.published
     return {"keys": [{"key_id": name, "public_key": key} for name, key in keys.items()]}
 
 

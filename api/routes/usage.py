@@ -15,15 +15,13 @@ from starlette.responses import Response
 from api.context import authorised, wire_of
 from api.errors import RecordNotFound
 from billing.keys import Scope
-from billing.prices.time_zones import find_zone
-from billing.reports import statement as statements
-from billing.reports import usage as usage_report
+from billing.operations.books import OpenBooks
+from billing.operations.ledger import list_entries
+from billing.operations.usage import StatementForm, make_statement, period_usage, session_usage
 from billing.reports.csv import safe_writer
-from billing.reports.documents import entry_document, tenant_document
+from billing.reports.documents import tenant_document
 from billing.reports.standing import standing
-from billing.reports.usage import Unit, parse_query
-from billing.store import reports as store_reports
-from billing.store.store import LedgerStore
+from billing.reports.usage import Unit
 from billing.usage import CLASSES
 
 router = APIRouter(tags=["usage"])
@@ -39,14 +37,16 @@ Breakdown = Annotated[
     str | None,
     Query(max_length=80, description="By model, project, key, session, user or tag:NAME"),
 ]
+Most = Annotated[int, Query(ge=1, le=MOST_ROWS)]
 Month = Annotated[str, Path(description="Such as 2026-11")]
 Row = dict[str, Any]
 
 
-async def read_own(request: Request, read: Callable[[LedgerStore, str], Read]) -> Read:
-    """The result of `read` for the caller's tenant."""
+async def own(request: Request, operation: Callable[..., Read], **asked: Any) -> Read:
+    """What an operation on the books says of the caller's tenant."""
     principal = await authorised(request, Scope.USAGE)
-    return await asyncio.to_thread(read, wire_of(request).books.store, principal.tenant)
+    books = wire_of(request).books.opened
+    return await asyncio.to_thread(operation, books, tenant=principal.tenant, **asked)
 
 
 @router.get("/v1/usage", response_model=None)
@@ -60,13 +60,9 @@ async def usage(
     form: Form = "json",
 ) -> list[Row] | Response:
     """Your usage by day, by month or in total; by default the last 31 days."""
-
-    def read(store: LedgerStore, tenant: str) -> list[Row]:
-        first = since or (None if unit is Unit.ALL else "30d")
-        query = parse_query(tenant=tenant, since=first, until=until, zone=timezone, split=breakdown)
-        return [period.as_json() for period in usage_report.report(store, query, unit)]
-
-    return _table(await read_own(request, read), form)
+    first = since or (None if unit is Unit.ALL else "30d")
+    span = {"unit": unit, "since": first, "until": until, "timezone": timezone}
+    return _table(await own(request, period_usage, **span, breakdown=breakdown), form)
 
 
 @router.get("/v1/usage/sessions", response_model=None)
@@ -74,16 +70,12 @@ async def sessions(
     request: Request,
     since: Day = None,
     until: Day = None,
-    limit: Annotated[int, Query(ge=1, le=MOST_ROWS)] = 100,
+    limit: Most = 100,
     form: Form = "json",
 ) -> list[Row] | Response:
     """Your usage by session, latest first."""
-
-    def read(store: LedgerStore, tenant: str) -> list[Row]:
-        query = parse_query(tenant=tenant, since=since, until=until)
-        return [period.as_json() for period in usage_report.by_session(store, query, limit=limit)]
-
-    return _table(await read_own(request, read), form)
+    rows = await own(request, session_usage, since=since, until=until, limit=limit)
+    return _table(rows, form)
 
 
 @router.get("/v1/usage/entries", response_model=None)
@@ -93,20 +85,11 @@ async def entries(
         int | None, Query(ge=1, lt=1 << 63, description="Older than this number")
     ] = None,
     request_id: Annotated[str | None, Query(description="One request, by any id of it")] = None,
-    limit: Annotated[int, Query(ge=1, le=MOST_ROWS)] = 100,
+    limit: Most = 100,
     form: Form = "json",
 ) -> list[Row] | Response:
     """Your charges, payments and corrections, newest first; or those of one request."""
-
-    def read(store: LedgerStore, tenant: str) -> list[Row]:
-        with store.reading() as connection:
-            if request_id is None:
-                found = store_reports.last_entries(connection, tenant, limit, before)
-            else:
-                found = store_reports.request_entries(connection, tenant, request_id)
-        return [entry_document(entry) for entry in found]
-
-    rows = await read_own(request, read)
+    rows = await own(request, list_entries, before=before, request_id=request_id, limit=limit)
     if request_id is not None and not rows:
         raise RecordNotFound(f"no charge of yours has the id {request_id[:80]!r}")
     return _table([_flat(row) for row in rows] if form == "csv" else rows, form)
@@ -121,22 +104,20 @@ async def statement(
     form: Form = "json",
 ) -> Row | Response:
     """Your month, as JSON or CSV, with an optional breakdown by user and key."""
-    zone = find_zone(timezone)
-    made = await read_own(
-        request, lambda store, tenant: statements.statement(store, tenant, month, zone, breakdown)
-    )
-    if form == "csv":
-        return Response(statements.statement_csv(made), media_type="text/csv")
-    return statements.statement_json(made)
+    asked = {"month": month, "timezone": timezone, "breakdown": breakdown}
+    made = await own(request, make_statement, **asked, format=StatementForm(form))
+    return Response(made, media_type="text/csv") if isinstance(made, str) else made
 
 
 @router.get("/v1/usage/account")
 async def account(request: Request) -> Row:
     """Your balance, debt, holds and limits, and what is left of your grants and limits."""
-    principal = await authorised(request, Scope.USAGE)
-    tenant = await asyncio.to_thread(wire_of(request).books.balances, principal.tenant)
-    more = await read_own(request, lambda store, name: standing(store, name, time.time_ns()))
-    return tenant_document(tenant) | more
+    return await own(request, _account)
+
+
+def _account(books: OpenBooks, *, tenant: str) -> Row:
+    more = standing(books.store, tenant, time.time_ns())
+    return tenant_document(books.accounts.tenant(tenant)) | more
 
 
 def _table(rows: list[Row], form: str) -> list[Row] | Response:

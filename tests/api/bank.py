@@ -7,6 +7,7 @@ from billing.gate.commands import Deposit
 from billing.gate.entries import Kind
 from billing.idempotency import Idempotency
 from billing.ledger import Ledger
+from billing.operations.books import OpenBooks
 from billing.prices.cards import default_card
 from billing.reports.receipts import ReceiptSigner, describe
 from billing.store.opening import open_store
@@ -43,8 +44,7 @@ class Bank:
             ),
             replays=Idempotency(self.store),
             balances=self.accounts.tenant,
-            ledger_store=self.store,
-            receipt_keys=self.signer.published,
+            opened=OpenBooks(self.store, self.accounts, self.ledger, None, self.signer),
             settings=settings,
         )
 

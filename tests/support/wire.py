@@ -32,8 +32,8 @@ from billing.gate.work import insufficient_balance
 from billing.idempotency import Idempotency
 from billing.keys import Principal, Scope
 from billing.money import UNITS
+from billing.operations.books import OpenBooks
 from billing.prices.book import PinnedRate, RateRef
-from billing.store.store import LedgerStore
 from billing.tenants import Tenant
 from billing.usage import Usage
 from engine.errors import RequestError
@@ -410,11 +410,10 @@ def fake_house(
     salts: Salts | None = None,
     settings: WireSettings | None = None,
     balances: Callable[[str], Tenant] = rich_tenant,
-    ledger_store: LedgerStore | None = None,
+    opened: OpenBooks | None = None,
     replays: Idempotency | None = None,
     journal: Journal | None = None,
     grammars: Compiler | None = None,
-    receipt_keys: Mapping[str, str] | None = None,
     max_in_flight: int = 1024,
     retention: Retention | None = None,
     survey: Survey | None = None,
@@ -444,8 +443,7 @@ def fake_house(
         books=collaborators.Bookkeeping(
             meter=meter or counting,
             balances=balances,
-            store=ledger_store or cast(Any, None),
-            receipt_keys=receipt_keys or {},
+            opened=opened or cast(Any, None),
             replays=replays or cast(Any, None),
         ),
         records=collaborators.Records(
