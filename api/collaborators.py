@@ -16,7 +16,7 @@ from billing.tenants import Tenant
 from engine.structure import Compiler
 
 if TYPE_CHECKING:
-    from api.access.auth import Gatekeeper, Salts
+    from api.access.auth import KeyGate, Salts
     from api.access.fair_pool import FairPool
     from api.access.overload import QueueBound
     from api.access.rate_limits import WindowLimits
@@ -61,7 +61,7 @@ class WireSettings:
 class Access:
     """Who may ask, and how much at once."""
 
-    gatekeeper: "Gatekeeper"
+    gatekeeper: "KeyGate"
     salts: "Salts"
     limits: "WindowLimits"
 

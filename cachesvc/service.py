@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 
 import cachesvc
+from api.access.fair_pool import encoder_pool
 from api.access.overload import QueueBound
 from api.app import create_app
 from api.collaborators import (
@@ -26,7 +27,6 @@ from api.collaborators import (
     WireSettings,
 )
 from api.requests.bridge import OutputBridge
-from api.requests.encoders import encoder_pool
 from api.requests.metering import LedgerMeter
 from api.requests.quote import Quotes
 from api.requests.retention import Retention

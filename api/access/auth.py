@@ -10,7 +10,6 @@ import hashlib
 import hmac
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from api.errors import MissingKey, MissingScope
 from billing.accounts import Accounts
@@ -21,17 +20,8 @@ MAX_DERIVED = 10_000  # salts kept in memory
 EVERYONE = "*"  # as a member of a sharing group, stands for every tenant
 
 
-class Gatekeeper(Protocol):
-    """Turns the Authorization header into a principal.
-
-    Raises MissingKey, UnknownKey and related errors.
-    """
-
-    async def identify(self, authorization: str | None) -> Principal: ...
-
-
 class KeyGate:
-    """Checks keys against the accounts.
+    """Turns the Authorization header into a principal, by the accounts' keys.
 
     A key is needed when `required`, and always once one exists. Until then every request belongs to
     the open tenant, whatever key a client library sends. The accounts read their store on a
@@ -44,6 +34,7 @@ class KeyGate:
         self._nobody: Principal | None = None
 
     async def identify(self, authorization: str | None) -> Principal:
+        """Raises MissingKey, UnknownKey and related errors."""
         token = bearer_token(authorization)
         known = self._recall(token)
         return known if known is not None else await asyncio.to_thread(self._look, token)

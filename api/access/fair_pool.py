@@ -18,6 +18,8 @@ from api.access.shares import Shares
 from api.errors import Overloaded
 
 Made = TypeVar("Made")
+ENCODERS = 2  # threads
+MAX_PENDING = 256  # long texts to tokenise and grammars to compile, under way or waiting
 
 
 @dataclass(slots=True, eq=False)
@@ -101,3 +103,9 @@ class FairPool:
         if not calls:
             del self._waiting[call.tenant]
         self._shares.give_back(call.tenant)
+
+
+def encoder_pool() -> FairPool:
+    """The pool for long texts and grammars."""
+    what = "long prompts and grammars wait to be prepared"
+    return FairPool(ENCODERS, max_pending=MAX_PENDING, name="cachesvc-encode", what=what)

@@ -3,52 +3,17 @@
 An event or a body goes on as it came. Only its counts, its end and its errors are read.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 import orjson
 
 from api.errors import ErrorAnswer
-from api.headers import DONE, event
+from api.headers import event
 from api.job import Asked, Bill, Delta, Served
 from api.shapes.answer import WireFormat
 from api.shapes.messages_format import anthropic_error
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClientProtocol:
-    """One protocol. `error` writes the events that end a stream which fails."""
-
-    path: str
-    error: Callable[[ErrorAnswer], bytes]
-    refusal: Callable[[ErrorAnswer], Mapping[str, Any]] = ErrorAnswer.body
-    is_messages: bool = False
-    keeps_answers: bool = False  # for later requests, unless it is told not to
-    asks_for_usage: bool = False  # a stream has none unless it is asked for
-
-
-def _openai_error(answer: ErrorAnswer) -> bytes:
-    return event(answer.body()) + DONE
-
-
-def _messages_error(answer: ErrorAnswer) -> bytes:
-    return event(anthropic_error(answer), "error")
-
-
-def _responses_error(answer: ErrorAnswer) -> bytes:
-    said = {"type": "error", "code": answer.code, "message": answer.message, "param": answer.param}
-    return event(said, "error")
-
-
-CHAT: Final = ClientProtocol(path="/v1/chat/completions", error=_openai_error, asks_for_usage=True)
-COMPLETIONS: Final = ClientProtocol(
-    path="/v1/completions", error=_openai_error, asks_for_usage=True
-)
-MESSAGES: Final = ClientProtocol(
-    path="/v1/messages", error=_messages_error, refusal=anthropic_error, is_messages=True
-)
-RESPONSES: Final = ClientProtocol(path="/v1/responses", error=_responses_error, keeps_answers=True)
 
 _ENDINGS = ("message_delta", "message_stop", "response.completed", "response.incomplete")
 _LAST = ("message_stop", "response.completed", "response.incomplete")
@@ -110,9 +75,7 @@ def answer_bytes(document: Mapping[str, Any]) -> int:
 class PassedFormat(WireFormat):
     """An answer as it came."""
 
-    def __init__(self, protocol: ClientProtocol) -> None:
-        self._protocol = protocol
-        self._body = b""
+    _body = b""
 
     def chunk(self, delta: Delta) -> bytes:
         return delta.raw
@@ -120,14 +83,39 @@ class PassedFormat(WireFormat):
     def closing(self, served: Served, bill: Bill, asked: Asked) -> bytes:
         return b""
 
-    def error(self, answer: ErrorAnswer) -> bytes:
-        return self._protocol.error(answer)
-
     def absorb(self, delta: Delta) -> None:
         self._body = delta.raw
 
     def body(self, served: Served, bill: Bill, asked: Asked) -> Any:
         return orjson.Fragment(self._body)
 
+
+class _PassedMessage(PassedFormat):
+    def error(self, answer: ErrorAnswer) -> bytes:
+        return event(anthropic_error(answer), "error")
+
     def refusal(self, answer: ErrorAnswer) -> Mapping[str, Any]:
-        return self._protocol.refusal(answer)
+        return anthropic_error(answer)
+
+
+class _PassedResponse(PassedFormat):
+    def error(self, answer: ErrorAnswer) -> bytes:
+        told = {"code": answer.code, "message": answer.message, "param": answer.param}
+        return event({"type": "error", **told}, "error")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientProtocol:
+    """One protocol."""
+
+    path: str
+    answer: type[PassedFormat] = PassedFormat
+    is_messages: bool = False
+    keeps_answers: bool = False  # for later requests, unless it is told not to
+    asks_for_usage: bool = False  # a stream has none unless it is asked for
+
+
+CHAT: Final = ClientProtocol(path="/v1/chat/completions", asks_for_usage=True)
+COMPLETIONS: Final = ClientProtocol(path="/v1/completions", asks_for_usage=True)
+MESSAGES: Final = ClientProtocol(path="/v1/messages", answer=_PassedMessage, is_messages=True)
+RESPONSES: Final = ClientProtocol(path="/v1/responses", answer=_PassedResponse, keeps_answers=True)

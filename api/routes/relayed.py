@@ -9,7 +9,7 @@ from api.context import Arrival, request_context
 from api.errors import Unsupported
 from api.job import Job
 from api.relay.body import Ascent, PassedBody, labels_of, protocol_headers
-from api.relay.protocol import ClientProtocol, PassedFormat
+from api.relay.protocol import ClientProtocol
 from api.requests.delivery import Producer
 from api.requests.metering import LedgerCharge
 from api.served_model import find_model
@@ -58,7 +58,7 @@ async def relayed(arrival: Arrival, protocol: ClientProtocol) -> Response | None
     )
     wants_usage = body.wants_usage or not protocol.asks_for_usage
     produce = partial(_passage, ascent, wants_usage)
-    return await deliver(arrival, job, Extension(), PassedFormat(protocol), produce)
+    return await deliver(arrival, job, Extension(), protocol.answer(), produce)
 
 
 def _passage(ascent: Ascent, wants_usage: bool, job: Job, charge: LedgerCharge) -> Producer:

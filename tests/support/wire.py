@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from api import collaborators
-from api.access.auth import Gatekeeper, Salts
+from api.access.auth import KeyGate, Salts
+from api.access.fair_pool import encoder_pool
 from api.access.overload import QueueBound
 from api.access.rate_limits import LimitSettings, WindowLimits, open_limits
 from api.collaborators import Collaborators, EngineParts, Inference, Readiness, WireSettings
 from api.job import Bill, Job, Priced, Served
 from api.journal.journal import Journal
 from api.requests.bridge import OutputBridge
-from api.requests.encoders import encoder_pool
 from api.requests.metering import LedgerCharge, LedgerMeter
 from api.requests.quote import Quotes, Survey
 from api.requests.retention import Retention
@@ -404,7 +404,7 @@ class FakeHouse:
 def fake_house(
     *,
     models: Sequence[ServedModel] = (),
-    gatekeeper: Gatekeeper | None = None,
+    gatekeeper: KeyGate | None = None,
     meter: LedgerMeter | None = None,
     limits: WindowLimits | None = None,
     salts: Salts | None = None,
@@ -435,7 +435,7 @@ def fake_house(
     )
     wire = Collaborators(
         access=collaborators.Access(
-            gatekeeper=gatekeeper or OpenGate(),
+            gatekeeper=gatekeeper or cast(Any, OpenGate()),
             salts=salts or Salts(b"secret of the tests"),
             limits=limits or open_limits(LimitSettings(), "memory://"),
         ),
