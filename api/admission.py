@@ -99,7 +99,8 @@ async def deliver(
         held.push_async_callback(charge.void)
         if wire.records.purges.reach(job.scope.tenant, job.arrival_ns):
             job = replace(job, cache=False)
-        generation = (produce or partial(_generation, wire))(job, charge)
+        here = partial(Generation, engine=parts.engine, bridge=wire.inference.bridge)
+        generation = (produce or here)(job, charge)
         held.callback(generation.close)
         generation.submit()
         ending.begin(generation, held)
@@ -118,12 +119,6 @@ async def deliver(
         publisher=publisher,
     )
     return DeliveryResponse(delivery, request.app.state.deliveries)
-
-
-def _generation(wire: Collaborators, job: Job, charge: LedgerCharge) -> Producer:
-    inference = wire.inference
-    engine = inference.engine_of(job.model).engine
-    return Generation(job, engine=engine, bridge=inference.bridge, coverage=charge)
 
 
 class _Ending:
@@ -177,6 +172,9 @@ class _Ending:
     async def __call__(self, delivered: Delivered) -> None:
         served, bill = delivered.served, delivered.bill
         self._usage = usage = bill.usage if bill else EMPTY
+        first_ns = delivered.first_byte_ns
+        sent = round((first_ns - self._log.arrival_ns) / 1e6, 3) if first_ns else None
+        timings = {**timings_ms(served.timeline, served.usage.output), "first_byte": sent}
         async with self._held:
             self._wire.records.journal.settle(self._log.request_id, delivered)
             if not self._wire.records.purges.reach(self._job.scope.tenant, self._job.arrival_ns):
@@ -191,7 +189,7 @@ class _Ending:
             miss=usage.miss,
             cost=bill.cost if bill else None,
             **found_of(served),
-            **{f"{name}_ms": value for name, value in self._timings(delivered).items()},
+            **{f"{name}_ms": value for name, value in timings.items()},
         )
         if delivered.error is not None:
             self._log.add(error=type(delivered.error).__name__)
@@ -207,9 +205,3 @@ class _Ending:
                 self._job.model.tokenizer,
                 self._job.message_of or assistant_message,
             )
-
-    def _timings(self, delivered: Delivered) -> dict[str, float | None]:
-        first = delivered.first_byte_ns
-        timings = timings_ms(delivered.served.timeline, delivered.served.usage.output)
-        sent = round((first - self._log.arrival_ns) / 1e6, 3) if first else None
-        return {**timings, "first_byte": sent}

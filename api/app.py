@@ -24,7 +24,7 @@ from api.admin.pages.base import refusal_page
 from api.admin.parts import AdminParts
 from api.collaborators import Collaborators
 from api.context import RequestLog
-from api.errors import ApiError, ErrorAnswer, NotJson, answer_to, log_untold
+from api.errors import ApiError, NotJson, answer_to, log_untold
 from api.page_headers import PageHeaders
 from api.request_log import RequestLogger
 from api.routes import (
@@ -149,15 +149,11 @@ async def _answer(request: Request, error: Exception) -> Response:
     log.add(error=type(error).__name__, param=answer.param)
     log_untold(log.request_id, error)
     headers = dict(answer.headers)
-    page = refusal_page(request, answer)
-    return page or Response(_encoded(request, answer), answer.status, headers, "application/json")
-
-
-def _encoded(request: Request, answer: ErrorAnswer) -> bytes:
-    """The refusal in the shape of the path's protocol."""
-    if request.url.path.startswith("/v1/messages"):
-        return orjson.dumps(anthropic_error(answer))
-    return answer.encoded()
+    if (page := refusal_page(request, answer)) is not None:
+        return page
+    is_anthropic = request.url.path.startswith("/v1/messages")
+    body = anthropic_error(answer) if is_anthropic else answer.body()
+    return Response(orjson.dumps(body), answer.status, headers, "application/json")
 
 
 async def _refuse(request: Request, error: Exception) -> Response:

@@ -133,7 +133,8 @@ class RedisPlaces:
     async def enter(self, member: str, wanted: Mapping[Holder, int]) -> Holder | None:
         if not wanted or self._breaker.lasts:
             return None
-        name, sets = self._name(member), tuple(map(_set_of, wanted))
+        sets = tuple(f"cachesvc-running/{holder.kind}/{holder.name}" for holder in wanted)
+        name = self._name(member)
         try:
             full = cast(int, await self._enter(sets, [name, self._lease_s, *wanted.values()]))
         except self._errors as error:
@@ -183,7 +184,3 @@ class RedisPlaces:
 
 
 Places = LocalPlaces | RedisPlaces
-
-
-def _set_of(holder: Holder) -> str:
-    return f"cachesvc-running/{holder.kind}/{holder.name}"

@@ -101,7 +101,7 @@ class Generation:
     """Submits a `Job`, yields its text and reports its result. Used once."""
 
     def __init__(
-        self, job: Job, *, engine: EngineClient, bridge: OutputBridge, coverage: LedgerCharge
+        self, job: Job, coverage: LedgerCharge, *, engine: EngineClient, bridge: OutputBridge
     ) -> None:
         self.job = job
         self._engine = engine
@@ -261,15 +261,11 @@ class Generation:
         if allowance == 0 and live > covered - sent:
             deltas += self._end_uncovered()
         self._stop_choices()
-        if self._said:
-            self._write_down(deltas)
-        return deltas
-
-    def _write_down(self, deltas: Sequence[Delta]) -> None:
-        for delta in deltas:
+        for delta in deltas if self._said else ():
             texts, tokens = self._said[delta.choice]
             texts.append(delta.text)
             tokens += delta.tokens
+        return deltas
 
     def _live_tokens(self, outputs: Iterable[StepOutput]) -> int:
         return sum(

@@ -122,7 +122,8 @@ class Retention:
             return
         for keep in job.keeps:
             tokens = job.prompts[0][: keep.num_tokens]
-            name = f"{job.tenant}:kept-{_digest(job, tokens)}"
+            digest = xxhash.xxh3_128_hexdigest(job.scope.root() + tokens.tobytes())
+            name = f"{job.tenant}:kept-{digest[:16]}"
             self._retain(job, name, tokens, keep.for_s, PinKind.BREAKPOINT)
         if job.session is not None:
             self._keep_session(job, job.session, served)
@@ -161,7 +162,3 @@ class Retention:
 def _pin_name(job: Job, session: str) -> str:
     digest = xxhash.xxh3_128_hexdigest(job.scope.root() + session.encode())
     return f"{job.tenant}:session-{digest[:16]}"
-
-
-def _digest(job: Job, tokens: "array[int]") -> str:
-    return xxhash.xxh3_128_hexdigest(job.scope.root() + tokens.tobytes())[:16]

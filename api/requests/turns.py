@@ -99,7 +99,9 @@ class Conversations:
 
     def __init__(self, max_tokens: int = MAX_TOKENS, kept: KeptBodies = NOTHING) -> None:
         self._kept = kept
-        self._turns = Recent[_Left](max_tokens, _weight)
+        self._turns = Recent[_Left](
+            max_tokens, lambda left: max(MIN_ENTRY_TOKENS, len(left.tokens))
+        )
 
     @property
     def num_tokens(self) -> int:
@@ -188,10 +190,6 @@ def _continued(key: bytes, message: Mapping[str, Any]) -> bytes:
     if message["role"] == "assistant":
         fields = _canonical(message)
     return xxhash.xxh3_128_digest(key + orjson.dumps(fields, option=orjson.OPT_SORT_KEYS))
-
-
-def _weight(left: _Left) -> int:
-    return max(MIN_ENTRY_TOKENS, len(left.tokens))
 
 
 def common_length(old: "array[int]", new: "array[int]") -> int:

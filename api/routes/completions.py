@@ -1,7 +1,6 @@
 """POST /v1/completions: one or several prompts in, plain text out."""
 
 import asyncio
-from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,13 +8,12 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from api.admission import deliver
-from api.collaborators import Collaborators
 from api.context import Arrival, received, request_context
 from api.job import Delta, Job, Served
 from api.relay.protocol import COMPLETIONS
 from api.routes.prompts import encode_prompt
 from api.routes.relayed import relayed
-from api.served_model import ServedModel, find_model
+from api.served_model import find_model
 from api.shapes.answer import ChoicesFormat
 from api.shapes.body import parse
 from api.shapes.logprobs import TextLogprobs
@@ -50,11 +48,15 @@ async def completion_job(arrival: Arrival, body: CompletionBody) -> Job:
     model = find_model(wire.inference.models, body.model)
     encoding = (encode_prompt(wire, model, each, tenant=tenant) for each in body.prompts())
     prompts = await asyncio.gather(*encoding)
+    # What fits after every prompt. Without max_tokens: the default, or less if less fits.
+    limit = model.room_for_answer(max(map(len, prompts)), body.max_tokens, prompt="prompt")
+    if body.max_tokens is None:
+        limit = min(limit, wire.settings.default_completion_tokens)
     return Job(
         request_id=log.request_id,
         model=model,
         prompts=tuple(prompts),
-        params=body.sampling(_answer_limit(wire, model, body, prompts)),
+        params=body.sampling(limit),
         tenant=tenant,
         scope=wire.access.salts.scoped(model.scope, tenant, body.extension.share),
         stop=body.stop_strings,
@@ -65,20 +67,6 @@ async def completion_job(arrival: Arrival, body: CompletionBody) -> Job:
         context=request_context(arrival, body),
         contents=body.apart,
     )
-
-
-def _answer_limit(
-    wire: Collaborators,
-    model: ServedModel,
-    body: CompletionBody,
-    prompts: list["array[int]"],
-) -> int:
-    """The answer length that fits after every prompt. Without max_tokens: the default, or less if
-    less fits."""
-    longest = max(map(len, prompts))
-    room = model.room_for_answer(longest, body.max_tokens, prompt="prompt")
-    usual = wire.settings.default_completion_tokens
-    return min(room, usual) if body.max_tokens is None else room
 
 
 def _echoes(job: Job, body: CompletionBody) -> list[str]:

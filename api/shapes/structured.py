@@ -75,11 +75,11 @@ def tools_source(
         return source
     tools, choice = tooling.tools, tooling.choice
     if choice.forced:
-        if source is not None and not _is_of_text(source):
+        # OpenAI's field constrains only text, which a forced call has not; vLLM's the whole answer.
+        if source is not None and not source.field.startswith("response_format"):
             raise InvalidRequest(
                 f"tool_choice forces a call, but {source.field} requires the answer to be "
-                "something "
-                "else; give one.",
+                "something else; give one.",
                 param="tool_choice",
             )
         return _source(forced_grammar(style, tools, choice, thinking=thinking))
@@ -98,14 +98,6 @@ def tools_source(
 def _source(text: str) -> GrammarSource:
     check_size(text, "tools")
     return GrammarSource(text, "tools")
-
-
-def _is_of_text(source: GrammarSource) -> bool:
-    """Whether the constraint applies only to the text of an answer.
-
-    OpenAI's field does, and a forced call has no text. vLLM's constrains the whole answer.
-    """
-    return source.field.startswith("response_format")
 
 
 def _asked(body: GenerationBody) -> Iterator[tuple[str, StructuredOutputs]]:

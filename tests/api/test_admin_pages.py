@@ -142,7 +142,7 @@ async def test_the_explorer_shows_whose_a_prefix_is(client, cache):
     assert key[:12] in chosen
     assert 'name="confirm:none" required pattern="acme"' in chosen, "a purge needs its name again"
     assert "confirm" not in page
-    assert "Nothing fits" in await text(client, "explorer?idle=7d")
+    assert "Nothing fits" in await text(client, "explorer?tenant=bolt")
     assert "No key begins with" in await text(client, "explorer?q=0000000000")
     found = await client.get(f"explorer?q={key[:10]}")
     assert (303, f"/admin/explorer/{key}") == (found.status_code, found.headers["location"])

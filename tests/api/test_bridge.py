@@ -117,7 +117,7 @@ async def read(steps, *, n=1, stop=(), purse=10**6, pause_s=0):
         scope=model.scope,
         stop=stop,
     )
-    generation = Generation(job, engine=engine, bridge=bridge, coverage=Purse(purse))
+    generation = Generation(job, Purse(purse), engine=engine, bridge=bridge)
     generation.submit()
 
     async def deliver():

@@ -30,7 +30,6 @@ router = APIRouter(tags=["admin: cache"])
 
 # A page has at most 100 rows of about 900 bytes, and stays under 150 KB with its files.
 PAGE = TreeQuery(depth=12, max_nodes=100, num_tokens=OUTLINE_TOKENS)
-IDLE = {"": 0, "1m": 60, "1h": 3600, "1d": 86_400, "7d": 7 * 86_400}
 
 
 @router.get("/admin/api/cache/tree")
@@ -69,7 +68,6 @@ async def page(
     q: Filter = "",
     tenant: Filter = "",
     below: Filter = "",
-    idle: Filter = "",
     sort: Filter = "",
 ) -> Response:
     """The tree, or the block that a search found."""
@@ -81,7 +79,7 @@ async def page(
             return RedirectResponse(f"/admin/explorer/{found[0].hex()}", 303)
     roots = (key_of(below),) if below else ()
     if explorer.has_blocks:
-        grown, scopes = await _grown(request, admin, replace(PAGE, roots=roots), tenant, idle, sort)
+        grown, scopes = await _grown(request, admin, replace(PAGE, roots=roots), tenant, sort)
     else:
         named = await asyncio.to_thread(explorer.owners.by_root)
         grown, scopes = Grown(Tree([], 0, 0), named, cut=False), []
@@ -105,7 +103,6 @@ async def page(
         found=found,
         tenant=tenant,
         below=below,
-        idle=idle,
         sort=sort,
     )
 
@@ -157,24 +154,14 @@ async def _show_block(
 
 
 async def _grown(
-    request: Request,
-    admin: Admin,
-    query: TreeQuery,
-    tenant: str = "",
-    idle: str = "",
-    sort: str = "",
+    request: Request, admin: Admin, query: TreeQuery, tenant: str = "", sort: str = ""
 ) -> tuple[Grown, list[ScopeRows]]:
     """A tree and its rows. Prefixes' first words are for admins, if the server keeps prompts."""
     parts = parts_of(request)
     grown = await parts.explorer.tree(query, tenant)
     decode = parts.decode if parts.journal.settings.keep_prompts else None
-    return grown, rows_of(
-        parts,
-        grown,
-        min_idle_s=IDLE.get(idle, 0),
-        sort=sort,
-        decode=decode if admin.role is Role.ADMIN else None,
-    )
+    may_read = decode if admin.role is Role.ADMIN else None
+    return grown, rows_of(parts, grown, sort=sort, decode=may_read)
 
 
 def _hex(text: str) -> str:

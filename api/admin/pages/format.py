@@ -51,11 +51,6 @@ def moment_ns(nanoseconds: int | None) -> str:
     return moment(None if nanoseconds is None else nanoseconds / 1e9)
 
 
-def amount(units: int, places: int | None = None) -> str:
-    """Units of 1e-12 as a decimal; exact, or rounded to `places`."""
-    return format_units(units, places)
-
-
 def money(sum_: int | str | None, currency: str | None, places: int = 4) -> str:
     """Units of 1e-12, or a decimal text, rounded and with the currency; the exact sum in a
     title."""
@@ -95,7 +90,7 @@ def short(key: str | bytes | None) -> str:
     return text[:12] if text else "–"
 
 
-_ALL = (size, count, milliseconds, span, share, hit_mark, moment, moment_ns, amount, money)
+_ALL = (size, count, milliseconds, span, share, hit_mark, moment, moment_ns, money, marked, short)
 FILTERS: Final[Mapping[str, Callable[..., Any]]] = {
-    function.__name__: function for function in (*_ALL, rounded, marked, short)
-}
+    function.__name__: function for function in _ALL
+} | {"amount": format_units}

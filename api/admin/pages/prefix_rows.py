@@ -92,23 +92,15 @@ class ScopeRows:
 
 
 def rows_of(
-    parts: AdminParts,
-    grown: Grown,
-    *,
-    min_idle_s: float = 0.0,
-    sort: str = "",
-    decode: Decode | None,
+    parts: AdminParts, grown: Grown, *, sort: str = "", decode: Decode | None
 ) -> list[ScopeRows]:
-    """Every scope with its rows; with `min_idle_s` only rows unused for that long.
-
-    Rows that continue the same prefix are in the order of SORTS[sort].
-    """
+    """Every scope with its rows. Those that continue one prefix are in the order of SORTS[sort]."""
     scopes = []
     for root in grown.tree.roots:
         key = root.last or PrefixKey(b"")
         owner = grown.owners.get(key)
         walk = _Walk(owner, parts, SORTS.get(sort), decode)
-        rows = [row for row in walk.below(root.children, 0, "") if row.idle_s >= min_idle_s]
+        rows = list(walk.below(root.children, 0, ""))
         if rows or root.left_off:
             has_price = walk.saved(TierName.DEVICE, 0) is not None
             scopes.append(
