@@ -60,22 +60,14 @@ async def deliver(
     """
     check_params(job.params, job.model.vocab_size)
     request, principal, wire, log = arrival.request, arrival.principal, arrival.wire, arrival.log
-    publisher, stream, parts = None, job.stream, wire.inference.engine_of(job.model)
+    publish, parts = None, wire.inference.engine_of(job.model)
     if extension.publish:
-        publisher = check_publishable(job, parts.publisher)
-    fingerprint = job.context.fingerprint
-    claimed = await claim(
-        wire.books.replays,
-        arrival.names.idempotency_key,
-        principal,
-        request.url.path,
-        arrival.raw,
-        job.request_id,
-        fingerprint,
-    )
+        publish = check_publishable(job, parts.publish)
+    key, body = arrival.names.idempotency_key, (request.url.path, arrival.raw)
+    claimed = await claim(wire.books.replays, key, body, principal, job)
     if isinstance(claimed, FirstAnswer):
         log.add(replay_of=claimed.request_id)
-        return replayed(claimed, stream=stream)
+        return replayed(claimed, stream=job.stream)
     ending = _Ending(log, wire, job, principal, request)
     async with AsyncExitStack() as held:
         held.push(ending.refused)
@@ -109,14 +101,14 @@ async def deliver(
         generation=generation,
         charge=charge,
         wire=wire_format,
-        stream=stream,
+        stream=job.stream,
         asked=asked,
         headers=permit.headers,
         write_timeout_s=wire.settings.write_timeout_s,
         keepalive_s=wire.settings.keepalive_s,
         ended=ending,
         keep=claimed.keep if claimed is not None else None,
-        publisher=publisher,
+        publish=publish,
     )
     return DeliveryResponse(delivery, request.app.state.deliveries)
 
@@ -140,7 +132,7 @@ class _Ending:
         self._record = journal.record(
             job,
             principal,
-            client_id=log.client_id,
+            client_id=log.facts.get("client_request_id") or "",
             route=request.url.path,
             trace_parent=request.headers.get("traceparent", "")[:256],
         )

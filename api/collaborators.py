@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from api.journal.journal import Journal
     from api.requests.bridge import OutputBridge
     from api.requests.metering import LedgerMeter
-    from api.requests.publishing import Publisher
+    from api.requests.publishing import Publish
     from api.requests.quote import Quotes
     from api.requests.retention import Retention
     from api.requests.turns import Conversations
@@ -76,7 +76,7 @@ class EngineParts:
     queue: "QueueBound"  # bounds who may wait for it
     retention: "Retention"
     quotes: "Quotes"
-    publisher: "Publisher | None" = None  # None: no store is shared with other servers
+    publish: "Publish | None" = None  # None: no store is shared with other servers
 
 
 @dataclass(frozen=True, kw_only=True)

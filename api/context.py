@@ -34,11 +34,6 @@ class RequestLog:
     arrival_ns: int = field(default_factory=time.monotonic_ns)
     facts: dict[str, Any] = field(default_factory=dict)
 
-    @property
-    def client_id(self) -> str:
-        """The client's own id for the request, if any."""
-        return self.facts.get("client_request_id") or ""
-
     def add(self, **facts: Any) -> None:
         self.facts.update(facts)
 

@@ -99,18 +99,6 @@ class NotServed(ApiError, status=404, code="not_served"):
     """The route is one of other servers, and this one does not have it."""
 
 
-class RequestNotFound(ApiError, status=404, code="request_not_found"):
-    """The tenant has no remembered request with this id."""
-
-
-class ResponseNotFound(ApiError, status=404, code="response_not_found"):
-    """The tenant has no stored response with this id."""
-
-
-class CacheNotFound(ApiError, status=404, code="cache_not_found"):
-    """The tenant has no cache with this name."""
-
-
 class CacheNotKept(ApiError, status=409, code="cache_not_kept"):
     """The cache cannot be kept: it is too short, or its owner has reached the limit."""
 
@@ -120,11 +108,7 @@ class CacheNotPaid(ApiError, status=402, code="insufficient_balance"):
 
 
 class RecordNotFound(ApiError, status=404, code="not_found"):
-    """No tenant, key, card or request of that name."""
-
-
-class BlockNotFound(ApiError, status=404, code="block_not_found"):
-    """No tier holds a block with this key and the prefix that leads to it."""
+    """Nothing of that name: the path tells what was looked for."""
 
 
 class MissingKey(ApiError, status=401, code="missing_api_key"):

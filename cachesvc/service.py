@@ -198,7 +198,7 @@ class Service:
             queue=QueueBound(engine, max_wait_s=bounds.max_wait, max_in_flight=bounds.max_waiting),
             retention=Retention(operator),
             quotes=Quotes(engine, meter, survey),
-            publisher=operator if core.is_shared else None,
+            publish=operator.publish if core.is_shared else None,
         )
 
     async def _serve(self, http: HttpServer, listener: socket.socket) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 from api.cache.owners import Owner, Owners
-from api.errors import BlockNotFound, NotServed
+from api.errors import NotServed, RecordNotFound
 from api.journal.journal import RequestRecord
 from api.journal.why import MissFinding
 from tiers.blocks.keys import PrefixKey
@@ -64,7 +64,7 @@ class Grown:
 
 
 class Explorer:
-    """Reads the cache for admins. Raises BlockNotFound for a key that no tier holds, and NotServed
+    """Reads the cache for admins. Raises RecordNotFound for a key that no tier holds, and NotServed
     where `call` is None: the blocks are in another process."""
 
     def __init__(
@@ -115,7 +115,7 @@ class Explorer:
         disk = await self.fresh_disk()
         found = await self.on_engine(lambda cache: TierForest(cache.index, disk).detail(key))
         if found is None:
-            raise BlockNotFound(
+            raise RecordNotFound(
                 f"No tier holds the block {key.hex()} any more; it was evicted or purged."
             )
         owners = await asyncio.to_thread(self.owners.by_root)

@@ -32,7 +32,7 @@ from api.errors import (
 from api.headers import EVENT_STREAM
 from api.job import Asked, Bill, Delivered, Delta, Job, Served
 from api.requests.metering import LedgerCharge
-from api.requests.publishing import PUBLISHED, Publisher
+from api.requests.publishing import PUBLISHED, Publish
 from api.shapes.answer import WireFormat
 from billing.gate.outcomes import Outcome
 from billing.usage import EMPTY, Usage
@@ -89,7 +89,7 @@ class Delivery:
     keepalive_s: float
     ended: Callable[[Delivered], Awaitable[None]]
     keep: Callable[[bytes], Awaitable[None]] | None = None  # stores the whole answer, for replays
-    publisher: Publisher | None = None  # sends the prompt's blocks before the answer ends
+    publish: Publish | None = None  # sends the prompt's blocks before the answer ends
     _kept: list[bytes] = field(default_factory=list)
     _gone: bool = False
     _started: bool = False
@@ -194,8 +194,8 @@ class Delivery:
     async def _send_end(
         self, send: Send, held: Sequence[Delta], served: Served, bill: Bill
     ) -> None:
-        if self.publisher is not None and not self._gone:
-            num_tokens = await self.publisher.publish(self.generation.job)
+        if self.publish is not None and not self._gone:
+            num_tokens = await self.publish(self.generation.job)
             self.headers = {**self.headers, PUBLISHED: str(num_tokens)}
         if not self.stream:
             body = orjson.dumps(self.wire.body(served, bill, self.asked))

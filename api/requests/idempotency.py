@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from api.errors import InvalidRequest
 from api.headers import EVENT_STREAM, FIT_NAME, IDEMPOTENCY_KEY
+from api.job import Job
 from billing.errors import BillingError
 from billing.idempotency import FirstAnswer, Idempotency
 from billing.keys import Principal
@@ -48,15 +49,10 @@ class KeyClaim:
 
 
 async def claim(
-    store: Idempotency,
-    key: str | None,
-    principal: Principal,
-    path: str,
-    raw: bytes,
-    request_id: str,
-    fingerprint: str,
+    store: Idempotency, key: str | None, asked: tuple[str, bytes], principal: Principal, job: Job
 ) -> KeyClaim | FirstAnswer | None:
-    """The claim of a request with a key, or the stored answer; None without a key.
+    """The claim of a request with a key, or the stored answer; None without a key. `asked` are the
+    path and the body.
 
     Raises InvalidRequest, IdempotencyConflict or IdempotencyBusy.
     """
@@ -64,13 +60,13 @@ async def claim(
         return None
     if not FIT_NAME.fullmatch(key):
         raise InvalidRequest(f"{IDEMPOTENCY_KEY} must be 1 to 128 letters, digits or . _ : @ -.")
-    body = path.encode() + b"\0" + raw
+    body, fingerprint = asked[0].encode() + b"\0" + asked[1], job.context.fingerprint
     begun = await asyncio.to_thread(
-        store.begin, principal.tenant, key, body, request_id, fingerprint=fingerprint
+        store.begin, principal.tenant, key, body, job.request_id, fingerprint=fingerprint
     )
     if isinstance(begun, FirstAnswer):
         return begun
-    return KeyClaim(store, principal.tenant, key, request_id)
+    return KeyClaim(store, principal.tenant, key, job.request_id)
 
 
 def replayed(replay: FirstAnswer, *, stream: bool) -> Response:

@@ -4,7 +4,8 @@ For disaggregated prefill: one server computes a prompt and answers with one tok
 server loads the blocks. It computes those that could not be sent in time. Event loop only.
 """
 
-from typing import Final, Protocol
+from collections.abc import Awaitable, Callable
+from typing import Final
 
 from api.errors import Unsupported
 from api.job import Job
@@ -12,17 +13,13 @@ from api.job import Job
 PUBLISHED: Final = "X-Cachesvc-Published-Tokens"
 
 
-class Publisher(Protocol):
-    """See `cachesvc.operator.operator`."""
-
-    async def publish(self, job: Job) -> int:
-        """How many leading tokens of the first prompt any server can load from now on."""
-        ...
+# How many leading tokens of a job's first prompt any server can load from now on.
+Publish = Callable[[Job], Awaitable[int]]
 
 
-def check_publishable(job: Job, publisher: Publisher | None) -> Publisher:
+def check_publishable(job: Job, publish: Publish | None) -> Publish:
     """Raises Unsupported without a shared store, or if the job may not be sent to it."""
-    if publisher is None:
+    if publish is None:
         raise Unsupported(
             "publish needs a tier that servers share, and this server has none; its operator sets "
             "cache.remote_url.",
@@ -33,4 +30,4 @@ def check_publishable(job: Job, publisher: Publisher | None) -> Publisher:
             "publish sends one prompt that is cached; ask for one, and not for cache: false.",
             param="cachesvc.publish",
         )
-    return publisher
+    return publish

@@ -8,7 +8,6 @@ sessions gain nothing. Event loop only; nothing here waits, and a failure costs 
 
 import time
 from array import array
-from bisect import insort
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -76,20 +75,13 @@ class TenantPins(Protocol):
 class Pauses:
     """One tenant's recent pauses, and when each session's last turn ended."""
 
-    latest: deque[float] = field(default_factory=deque)
-    ordered: list[float] = field(default_factory=list)
+    latest: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_SAMPLES))
     ended: OrderedDict[str, float] = field(default_factory=OrderedDict)
 
-    def add(self, pause_s: float) -> None:
-        self.latest.append(pause_s)
-        insort(self.ordered, pause_s)
-        if len(self.latest) > MAX_SAMPLES:
-            self.ordered.remove(self.latest.popleft())
-
     def usual_s(self) -> float:
-        if len(self.ordered) < MIN_SAMPLES:
+        if len(self.latest) < MIN_SAMPLES:
             return FIRST_PAUSE_S
-        usual = self.ordered[int(PAUSE_QUANTILE * (len(self.ordered) - 1))] * PAUSE_MARGIN
+        usual = sorted(self.latest)[int(PAUSE_QUANTILE * (len(self.latest) - 1))] * PAUSE_MARGIN
         return min(MAX_PAUSE_S, max(MIN_PAUSE_S, usual))
 
 
@@ -112,7 +104,7 @@ class Retention:
         pauses = self._pauses(job.tenant)
         ended = pauses.ended.get(session.name)
         if ended is not None:
-            pauses.add(self._clock() - ended)
+            pauses.latest.append(self._clock() - ended)
         if session.parent:
             self.pins.renew(_pin_name(job, session.parent), pauses.usual_s())
 

@@ -6,7 +6,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 
 from api.context import authorised, wire_of
-from api.errors import RequestNotFound
+from api.errors import RecordNotFound
 from api.journal.documents import details
 from billing.keys import Scope
 from billing.money import format_units
@@ -61,7 +61,7 @@ async def request_details(request: Request, request_id: str) -> dict[str, Any]:
     journal = wire_of(request).records.journal
     record = journal.find(request_id, tenant=principal.tenant)
     if record is None:
-        raise RequestNotFound(
+        raise RecordNotFound(
             f"This server remembers no request {request_id[:80]!r} of tenant "
             f"'{principal.tenant}'; it keeps the latest {journal.settings.max_requests:,}."
         )

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from api.admission import deliver
 from api.collaborators import Collaborators
 from api.context import arrive, authorised, wire_of
-from api.errors import CacheNotFound, Unsupported
+from api.errors import RecordNotFound, Unsupported
 from api.job import Kept
 from api.requests.retention import TenantPins
 from api.routes.completions import completion_job
@@ -99,7 +99,7 @@ async def _found(wire: Collaborators, principal: Principal, name: str) -> tuple[
     for kept, pins in await _all(wire, principal):
         if kept.name == name:
             return kept, pins
-    raise CacheNotFound(f"There is no cache '{name[:128]}', or it has expired.")
+    raise RecordNotFound(f"There is no cache '{name[:128]}', or it has expired.")
 
 
 def _document(wire: Collaborators, principal: Principal, kept: Kept) -> dict[str, Any]:

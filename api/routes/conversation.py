@@ -9,7 +9,6 @@ from typing import Any
 from api.collaborators import Collaborators
 from api.context import Arrival, request_context
 from api.errors import ApiError
-from api.headers import ClientNames
 from api.job import Delta, Job, Keep, Session, Turn
 from api.requests.turns import TurnReplay, common_length, turn_of
 from api.routes.prompts import encode_chat, ends_thinking
@@ -80,7 +79,10 @@ async def chat_of(
     mine = not (apart or extension.share)
     points = points if mine else []
     keeps = await _keeps(wire, model, body, points, tokens, tenant=tenant) if points else ()
-    session = arrival.names.session or body.prompt_cache_key
+    session, name = None, arrival.names.session or body.prompt_cache_key
+    if name and mine and uses_cache:
+        parent = arrival.names.parent_session[:SESSION_CHARS]
+        session = Session(name[:SESSION_CHARS], parent, extension.pause_s)
     num_same = 0 if replay is None else _num_same(replay, tokens)
     begun = prompt.messages[-1] if turn is not None and turn.goes_on else None
     job = Job(
@@ -99,7 +101,7 @@ async def chat_of(
         contents=apart,
         markers=prompt.markers,
         keeps=keeps,
-        session=_session(session, arrival.names, body) if session and mine and uses_cache else None,
+        session=session,
         turn=turn,
         message_of=partial(_answered, new_reply, begun) if turn is not None else None,
         replayed_tokens=num_same,
@@ -108,11 +110,6 @@ async def chat_of(
         else wire.records.conversations.divergence(turn, tokens, model.tokenizer),
     )
     return Chat(job, new_reply)
-
-
-def _session(name: str, names: ClientNames, body: ChatBody) -> Session:
-    parent = names.parent_session[:SESSION_CHARS]
-    return Session(name[:SESSION_CHARS], parent, body.extension.pause_s)
 
 
 async def _keeps(

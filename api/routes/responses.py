@@ -9,7 +9,7 @@ from starlette.responses import Response
 from api.admission import deliver
 from api.collaborators import Collaborators
 from api.context import authorised, received, wire_of
-from api.errors import NotServed, ResponseNotFound
+from api.errors import NotServed, RecordNotFound
 from api.relay.protocol import RESPONSES
 from api.requests.responses import KeptResponse
 from api.routes.conversation import Chat, chat_of
@@ -80,7 +80,7 @@ async def _found(
 ) -> KeptResponse:
     kept = await wire.records.responses.get(wire.access.salts.of_tenant(tenant), name)
     if kept is None:
-        raise ResponseNotFound(
+        raise RecordNotFound(
             f"Response '{name[:80]}' is not stored: it was sent with store false, deleted, or "
             "long ago. Send the whole conversation as input.",
             param=param,

@@ -12,7 +12,6 @@ from typing import Any, Final
 import orjson
 
 from api.errors import InvalidRequest, Unsupported
-from engine.structure import check_document
 
 TEXTS_JOIN = "\n\n"  # between texts of one list
 
@@ -137,9 +136,3 @@ class _Filled(dict[str, Any]):
     def __getitem__(self, name: str) -> str:
         value = self.get(name, "")
         return value if isinstance(value, str) else orjson.dumps(value).decode()
-
-
-def checked(block: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """The block, if it is not nested too deeply to read. Raises InvalidParameter."""
-    check_document(block, where)
-    return block

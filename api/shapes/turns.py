@@ -7,18 +7,11 @@ from typing import Literal
 from pydantic import ConfigDict
 
 from api.errors import InvalidRequest
-from api.shapes.blocks import (
-    ASSISTANT,
-    RESULT,
-    SYSTEM,
-    TEXTS_JOIN,
-    USER,
-    ContentReader,
-    checked,
-)
+from api.shapes.blocks import ASSISTANT, RESULT, SYSTEM, TEXTS_JOIN, USER, ContentReader
 from api.shapes.body import Body, Items
 from api.shapes.message import CacheControl
 from api.shapes.translation import Plain, call_message, content_of
+from engine.structure import check_document
 
 
 class ContentBlock(Body):
@@ -40,7 +33,9 @@ class ContentBlock(Body):
         return isinstance(asked, dict) and bool(asked.get("enabled"))
 
     def plain(self, where: str) -> Plain:
-        return {"type": self.type, **checked(self.model_extra or {}, where)}
+        """Raises InvalidParameter for a block that is nested too deeply to read."""
+        check_document(self.model_extra or {}, where)
+        return {"type": self.type, **(self.model_extra or {})}
 
 
 class TurnMessage(Body):

@@ -133,7 +133,7 @@ async def test_a_cache_is_its_tenant_s_own(client, kitchen):
     assert [] == told(await client.get(CACHES))["data"]
     for method, asked in (("GET", None), ("PATCH", {"ttl": 60}), ("DELETE", None)):
         answer = await client.request(method, f"{CACHES}/law", json=asked)
-        assert (404, "cache_not_found") == error_of(answer)
+        assert (404, "not_found") == error_of(answer)
     told(await keep(client, "p" * 64, name="law"))
     assert ["acme:law", "bolt:law"] == [pin.name for pin in kitchen.pins()]
     assert 2 == len({pin.scope for pin in kitchen.pins()})

@@ -81,7 +81,7 @@ async def test_a_request_is_found_by_the_clients_own_id_and_its_tenant():
         mine = await client.get(path, headers={"Authorization": "acme"})
         assert (200, "a") == (mine.status_code, mine.json()["client_id"])
         other = await client.get(path, headers={"Authorization": "rival"})
-        assert (404, "request_not_found") == (other.status_code, other.json()["error"]["code"])
+        assert (404, "not_found") == (other.status_code, other.json()["error"]["code"])
 
 
 async def test_a_refused_request_says_with_what(house, client):

@@ -11,7 +11,7 @@ from api.admin.pages.base import render
 from api.admin.pages.filters import Asked, Filter, choices_of
 from api.admin.parts import add_audit_entry, parts_of
 from api.context import wire_of
-from api.errors import RequestNotFound, Unsupported
+from api.errors import RecordNotFound, Unsupported
 from api.journal.documents import details, summary
 from api.journal.journal import RequestRecord
 from api.journal.why import MissFinding, ReasonKind, why
@@ -98,7 +98,7 @@ def _found(request: Request, request_id: str) -> RequestRecord:
     journal = parts_of(request).journal
     record = journal.find(request_id)
     if record is None:
-        raise RequestNotFound(
+        raise RecordNotFound(
             f"The journal has no request {request_id[:80]!r}. It keeps the latest "
             f"{journal.settings.max_requests:,}; the ledger has the bill of each."
         )
