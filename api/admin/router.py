@@ -10,8 +10,9 @@ from api.admin.parts import AdminParts
 from api.admin.routes import derived, ledger, prompts, stats
 
 _PAGES = (assets, login, explorer, money, overview, requests, tenants)
-_OTHERS = tuple(area.router for area in (ledger, prompts, stats, *_PAGES))
-AREAS = (derived.routes_of(FormRoute), *_OTHERS)
+_OTHERS = tuple(area.router for area in (prompts, stats, *_PAGES))
+# What is removed refuses all below its name, so routes there that stand come before.
+AREAS = (ledger.router, derived.routes_of(FormRoute), *_OTHERS)
 
 
 def admin_router(parts: AdminParts) -> APIRouter:

@@ -108,12 +108,10 @@ class Explorer:
 
     async def find(self, key_start: str) -> list[PrefixKey]:
         """Some of the keys that begin with these hex digits."""
-        disk = await self.fresh_disk()
-        return await self.on_engine(lambda cache: TierForest(cache.index, disk).starting(key_start))
+        return await self._forest(lambda forest: forest.starting(key_start))
 
     async def block(self, key: PrefixKey) -> tuple[BlockDetail, Owner | None]:
-        disk = await self.fresh_disk()
-        found = await self.on_engine(lambda cache: TierForest(cache.index, disk).detail(key))
+        found = await self._forest(lambda forest: forest.detail(key))
         if found is None:
             raise RecordNotFound(
                 f"No tier holds the block {key.hex()} any more; it was evicted or purged."
@@ -128,10 +126,7 @@ class Explorer:
         """
         detail, _ = await self.block(key)
         first = detail.trail[-detail.run] if whole_run else key
-        disk = await self.fresh_disk(0.0)
-        keys = await self.on_engine(
-            lambda cache: TierForest(cache.index, disk).below(first, MAX_BELOW)
-        )
+        keys = await self._forest(lambda forest: forest.below(first, MAX_BELOW), 0.0)
         return keys[::-1]
 
     async def finding(self, record: RequestRecord, number: int) -> MissFinding:
@@ -174,6 +169,10 @@ class Explorer:
         ]
         return sorted(found, key=lambda each: -sum(each["bytes"].values()))
 
+    async def _forest(self, read: Callable[[TierForest], T], max_age_s: float = DISK_FRESH_S) -> T:
+        disk = await self.fresh_disk(max_age_s)
+        return await self.on_engine(lambda cache: read(TierForest(cache.index, disk)))
+
     async def on_engine(self, function: Callable[[BlockOperations], T]) -> T:
         """The result of `function`, run between two steps of the engine."""
         return await asyncio.wrap_future(in_process(self._call)(function))
@@ -184,7 +183,7 @@ class Explorer:
             return self._disk
         async with self._reading:
             if time.monotonic() - self._disk_read_s > max_age_s:
-                self._disk = await asyncio.to_thread(self._read, self._disk_view)
+                self._disk = await asyncio.to_thread(_blocks, self._disk_view)
                 self._disk_read_s = time.monotonic()
             return self._disk
 
@@ -192,10 +191,10 @@ class Explorer:
         """Drops the snapshot of the disk, which is out of date."""
         self._disk_read_s = 0.0
 
-    @staticmethod
-    def _read(disk_view: Callable[[], AbstractContextManager[DiskView]]) -> DiskBlocks:
-        with disk_view() as view:
-            return read_disk(view)
+
+def _blocks(disk_view: Callable[[], AbstractContextManager[DiskView]]) -> DiskBlocks:
+    with disk_view() as view:
+        return read_disk(view)
 
 
 def _stored(disk_view: Callable[[], AbstractContextManager[DiskView]]) -> dict[PrefixKey, int]:

@@ -22,14 +22,6 @@ _TAIL_TOKENS = 8  # of a prompt, enough to contain the marker of reasoning
 MESSAGE_CHARS = 50  # rendering one message takes as long as tokenising this many
 
 
-async def encode_text(
-    wire: Collaborators, model: ServedModel, text: str, *, tenant: str
-) -> "array[int]":
-    """Token ids of a text. Raises ContextLengthExceeded before reading a text that is too long."""
-    model.check_chars(len(text), "prompt")
-    return await _encode(wire, tenant, len(text), lambda: model.tokenizer.encode(text))
-
-
 async def encoded_chat(
     wire: Collaborators, model: ServedModel, body: ChatBody, *, tenant: str
 ) -> "array[int]":
@@ -127,9 +119,11 @@ def _after(model: ServedModel, prompt: ChatPrompt, replay: TurnReplay) -> "array
 async def encode_prompt(
     wire: Collaborators, model: ServedModel, prompt: str | list[int], *, tenant: str
 ) -> "array[int]":
-    """A completion's prompt: a text, or token ids of the model's vocabulary."""
+    """The ids of a text, or of token ids of the model's vocabulary. Raises ContextLengthExceeded
+    before reading a text that is too long."""
     if isinstance(prompt, str):
-        return await encode_text(wire, model, prompt, tenant=tenant)
+        model.check_chars(len(prompt), "prompt")
+        return await _encode(wire, tenant, len(prompt), lambda: model.tokenizer.encode(prompt))
     if (highest := max(prompt)) >= model.vocab_size or min(prompt) < 0:
         raise InvalidRequest(
             f"prompt has a token id outside 0..{model.vocab_size - 1} (highest: {highest}); "

@@ -36,10 +36,11 @@ async def responses(request: Request) -> Response:
     body = parse(arrival.raw, ResponsesBody)
     wire, tenant = arrival.wire, arrival.principal.tenant
     arrival.log.add(ignored_fields=ignored_names(body) or None)
-    history = await _history(wire, tenant, body)
+    named, history = body.previous_response_id, list[dict[str, Any]]()
+    if named is not None:  # without its instructions, which belong to one request
+        history += (await _found(wire, tenant, named, "previous_response_id")).messages
     asked = body.as_chat(history)
-    replays = body.previous_response_id is not None
-    chat = await chat_of(arrival, asked, replays=replays, limit="max_output_tokens")
+    chat = await chat_of(arrival, asked, replays=named is not None, limit="max_output_tokens")
     keep = partial(_keep, wire, tenant, body, history, chat)
     wire_format = ResponsesFormat(chat.job, chat.new_reply(), body, keep)
     return await deliver(arrival, chat.job, asked.extension, wire_format)
@@ -65,14 +66,6 @@ async def delete_response(request: Request, name: str) -> dict[str, Any]:
     salt = wire.access.salts.of_tenant(principal.tenant)
     wire.records.responses.delete(salt, name)
     return {"id": name, "object": "response", "deleted": True}
-
-
-async def _history(wire: Collaborators, tenant: str, body: ResponsesBody) -> list[dict[str, Any]]:
-    """The chat that the body continues, without instructions, which belong to one request."""
-    if body.previous_response_id is None:
-        return []
-    named = body.previous_response_id
-    return list((await _found(wire, tenant, named, "previous_response_id")).messages)
 
 
 async def _found(

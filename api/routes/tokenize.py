@@ -7,7 +7,7 @@ from pydantic import Field
 
 from api.context import arrive
 from api.errors import InvalidRequest
-from api.routes.prompts import encode_text, encoded_chat
+from api.routes.prompts import encode_prompt, encoded_chat
 from api.served_model import find_model
 from api.shapes.body import MESSAGES_MAX, Body, Items
 from api.shapes.message import FunctionTool, Message
@@ -48,11 +48,10 @@ async def tokenize(request: Request) -> dict[str, Any]:
     text = body.prompt if body.prompt is not None else body.text
     if (text is None) == (body.messages is None):
         raise InvalidRequest("Give either prompt (a text) or messages (a chat).", param="prompt")
-    if body.messages is not None:
-        chat = body.as_chat(model.name)
-        tokens = await encoded_chat(wire, model, chat, tenant=tenant)
+    if text is not None:
+        tokens = await encode_prompt(wire, model, text, tenant=tenant)
     else:
-        tokens = await encode_text(wire, model, text or "", tenant=tenant)
+        tokens = await encoded_chat(wire, model, body.as_chat(model.name), tenant=tenant)
     return {
         "model": model.name,
         "tokens": list(tokens),

@@ -1,4 +1,4 @@
-"""/admin/api/ledger: what the server alone can say.
+"""/admin/api/ledger: what the server alone can prove.
 
 Reading a proof is cheap; making one reads every entry.
 """
@@ -11,30 +11,8 @@ from api.admin.access import Books
 from billing.proof.prover import Proved
 from billing.reports.documents import Document, proof_document
 from billing.reports.heads import heads_document, heads_of
-from billing.store import reports as store_reports
 
 router = APIRouter(prefix="/admin/api")
-
-
-@router.get("/ledger", tags=["admin: ledger"])
-def ledger(books: Books) -> Document:
-    """The ledger's size, its thread's counters and its last proof."""
-    with books.store.reading() as connection:
-        num_entries = store_reports.num_entries(connection)
-        num_holds = len(store_reports.hold_list(connection))
-    stats = books.ledger.stats()
-    return {
-        "entries": num_entries,
-        "holds": num_holds,
-        "commands": stats.commands,
-        "refused": stats.refused,
-        "settled": stats.settled,
-        "lapsed": stats.swept,
-        "crashed": stats.recovered,
-        "failed_commits": stats.failed_batches,
-        "waiting": stats.queued,
-        "proof": _proved(books.prover.last),
-    }
 
 
 @router.post("/ledger/verify", tags=["admin: ledger"])

@@ -97,6 +97,7 @@ REMOVED: Mapping[str, str] = {
     "parties": _BILLING,
     "ledger/refunds": _ONE_BY_ONE,
     "ledger/corrections": _ONE_BY_ONE,
+    "ledger": "GET /metrics has its counters, GET /admin/api/ledger/heads its last entries",
 }
 # Values of arguments that are gone, by the argument's name.
 _ALERT = "Prometheus alerts, see {} in ops/prometheus/rules.yml"
