@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Final
 
-import orjson
 from starlette.exceptions import HTTPException
 
 from billing import errors as billing_errors
@@ -238,14 +237,13 @@ class ErrorAnswer:
         }
         return {"error": error}
 
-    def encoded(self) -> bytes:
-        return orjson.dumps(self.body())
-
 
 def answer_to(error: BaseException) -> ErrorAnswer:
     """The answer a client gets to `error`. Anything unknown is a 500 without its message."""
-    if isinstance(error, HTTPException):
-        return _route_answer(error)
+    if isinstance(error, HTTPException):  # starlette's own: a path or a method that does not exist
+        own = Row(error.status_code, ROUTE_CODES.get(error.status_code))
+        message = f"{error.detail}. See /openapi.json for the routes of this server."
+        return ErrorAnswer(own.status, message, own.type, own.code, headers=error.headers or {})
     row = _row(error)
     if row is None:
         return ErrorAnswer(UNEXPECTED.status, UNEXPECTED_MESSAGE, UNEXPECTED.type, UNEXPECTED.code)
@@ -316,11 +314,3 @@ def log_untold(request_id: str, error: BaseException) -> None:
 
 def _row(error: BaseException) -> Row | None:
     return next((TABLE[kind] for kind in type(error).__mro__ if kind in TABLE), None)
-
-
-def _route_answer(error: HTTPException) -> ErrorAnswer:
-    """Starlette's own refusals: a path or a method that does not exist."""
-    code = ROUTE_CODES.get(error.status_code)
-    message = f"{error.detail}. See /openapi.json for the routes of this server."
-    row = Row(error.status_code, code)
-    return ErrorAnswer(row.status, message, row.type, code, None, dict(error.headers or {}))

@@ -9,6 +9,7 @@ import time
 import uuid
 from typing import Any
 
+import orjson
 import structlog
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -98,4 +99,6 @@ async def _send_unexpected(send: Any, error: Exception) -> None:
     answer = answer_to(error)
     headers = [(b"content-type", b"application/json")]
     await send({"type": "http.response.start", "status": answer.status, "headers": headers})
-    await send({"type": "http.response.body", "body": answer.encoded(), "more_body": False})
+    await send(
+        {"type": "http.response.body", "body": orjson.dumps(answer.body()), "more_body": False}
+    )

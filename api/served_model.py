@@ -67,7 +67,6 @@ class ServedModel:
     adapter: str | None = None
     parent: str | None = None
     created: int = 0  # Unix seconds
-    owned_by: str = "cachesvc"
     exactness: Mapping[str, Any] | None = None  # what serves it, for clients
     promise: Promise | None = None  # what a hit leaves equal; None: unknown
     endpoint: Endpoint | None = None  # where its requests pass to; None: the engine here

@@ -22,8 +22,6 @@ from api.headers import FIT_NAME, single_header
 from billing.keys import Principal, Scope
 from billing.operations.books import OpenBooks
 
-__all__ = ["Admin", "Books", "MayChange", "MayRead", "Role", "admin", "reader"]
-
 CSRF_HEADER = "X-CSRF-Token"
 CSRF_FIELD = "csrf_token"  # in a form submitted without a script
 ACTOR_HEADER = "X-Cachesvc-Actor"  # whom the operator's token acts for: the audit log's name

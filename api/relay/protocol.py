@@ -80,9 +80,6 @@ class PassedFormat(WireFormat):
     def chunk(self, delta: Delta) -> bytes:
         return delta.raw
 
-    def closing(self, served: Served, bill: Bill, asked: Asked) -> bytes:
-        return b""
-
     def absorb(self, delta: Delta) -> None:
         self._body = delta.raw
 

@@ -50,16 +50,14 @@ async def make_cache(request: Request) -> Response:
 @router.get("")
 async def list_caches(request: Request) -> dict[str, Any]:
     """The tenant's caches, breakpoints and sessions."""
-    principal = await authorised(request)
-    wire = wire_of(request)
+    principal, wire = await authorised(request), wire_of(request)
     found = await _all(wire, principal)
     return {"object": "list", "data": [_document(wire, principal, kept) for kept, _ in found]}
 
 
 @router.get("/{name}")
 async def show_cache(request: Request, name: str) -> dict[str, Any]:
-    principal = await authorised(request)
-    wire = wire_of(request)
+    principal, wire = await authorised(request), wire_of(request)
     kept, _ = await _found(wire, principal, name)
     return _document(wire, principal, kept)
 
@@ -83,8 +81,7 @@ async def change_cache(request: Request, name: str) -> dict[str, Any]:
 async def delete_cache(request: Request, name: str) -> dict[str, Any]:
     """End a cache; its blocks may be evicted."""
     principal = await authorised(request)
-    wire = wire_of(request)
-    kept, pins = await _found(wire, principal, name)
+    kept, pins = await _found(wire_of(request), principal, name)
     await pins.end(kept.pin.name, owner=principal.tenant)
     return {"id": kept.name, "object": "cache", "deleted": True}
 

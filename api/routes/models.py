@@ -24,7 +24,7 @@ def _card(request: Request, principal: Principal, model: ServedModel) -> dict[st
         "id": model.name,
         "object": "model",
         "created": model.created,
-        "owned_by": model.owned_by,
+        "owned_by": "cachesvc",
         "root": model.parent or model.name,
         "parent": model.parent,
         "max_model_len": model.max_context,

@@ -25,13 +25,13 @@ class WireFormat(ABC):
         """The events before any text, called first. `usage` is empty while the request waits."""
         return b""
 
-    @abstractmethod
     def chunk(self, delta: Delta) -> bytes:
         """The events of a delta; empty if it has nothing to show yet."""
+        return b""
 
-    @abstractmethod
     def closing(self, served: Served, bill: Bill, asked: Asked) -> bytes:
         """The events after the settlement, up to the end of the stream."""
+        return b""
 
     def error(self, answer: ErrorAnswer) -> bytes:
         """The events that end a stream that fails."""

@@ -7,7 +7,7 @@ from pydantic import BeforeValidator, Field
 
 from api.errors import InvalidRequest
 from api.headers import FIT_NAME
-from api.job import Asked, Bill, Delta, Kept, Served
+from api.job import Asked, Bill, Kept, Served
 from api.shapes.answer import WireFormat
 from api.shapes.body import MESSAGES_MAX, Body, Items
 from api.shapes.message import FunctionTool, Message
@@ -105,12 +105,6 @@ class CacheFormat(WireFormat):
 
     def __init__(self, document: dict[str, Any]) -> None:
         self._document = document
-
-    def chunk(self, delta: Delta) -> bytes:
-        return b""
-
-    def closing(self, served: Served, bill: Bill, asked: Asked) -> bytes:
-        return b""
 
     def body(self, served: Served, bill: Bill, asked: Asked) -> dict[str, Any]:
         return self._document | closing(served, bill, asked)

@@ -2,8 +2,7 @@
 
 import pytest
 
-from api.admin.access import Admin, Role
-from api.admin.login.sessions import MAX_SESSIONS, Sessions
+from api.admin.login.sessions import MAX_SESSIONS, Admin, Role, Sessions
 from tests.support.admin import OPERATOR_TOKEN, admin_client, error_of, fake_parts
 
 LOOK, CHANGE = "/admin/api/whoami", "/admin/api/links"

@@ -7,7 +7,7 @@ import httpx
 import pytest
 from fastapi.routing import APIRoute
 
-from api.admin.access import Admin, Role
+from api.admin.login.sessions import Admin, Role
 from api.admin.router import admin_router
 from api.admin.routes.operation_table import REMOVED
 from api.app import create_app
