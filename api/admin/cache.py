@@ -138,22 +138,14 @@ async def purge(
 async def must_exist(request: Request, name: str, what: str = "tenant") -> Tenant:
     """The tenant. Raises RecordNotFound for an unknown one.
 
-    A mistyped name must not end in a pin that serves nobody, or in a receipt that proves nothing.
+    A mistyped name must not end in a pin that serves nobody, in a receipt that proves nothing, or
+    in a tree without blocks, which would look like a cold cache.
     """
     accounts = parts_of(request).books.accounts
     found = await asyncio.to_thread(accounts.find_tenant, name)
     if found is None:
         raise RecordNotFound(f"no {what} is named {name[:64]!r}; see `cachesvc tenants show`")
     return found
-
-
-async def must_be_known(request: Request, name: str) -> None:
-    """Raises RecordNotFound for a name that is neither a tenant nor a sharing group.
-
-    A mistyped name has no blocks, which would look like a cold cache.
-    """
-    if name not in wire_of(request).access.salts.groups:
-        await must_exist(request, name, "tenant or sharing group")
 
 
 async def _prefix(

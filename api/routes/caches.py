@@ -33,7 +33,7 @@ async def make_cache(request: Request) -> Response:
     name = body.checked_name() or f"cache-{uuid.uuid4().hex[:16]}"
     asked = body.request()
     if isinstance(asked, ChatBody):
-        job = (await chat_of(arrival, asked)).job.only_prompt()
+        job = (await chat_of(arrival, asked))[0].only_prompt()
     else:
         job = await completion_job(arrival, asked)
     pins = arrival.wire.inference.engine_of(job.model).retention.pins

@@ -23,11 +23,11 @@ async def chat_completions(request: Request) -> Response:
     if (passed := await relayed(arrival, CHAT)) is not None:
         return passed
     body = parse(arrival.raw, ChatBody)
-    chat = await chat_of(arrival, body)
+    job, new_reply = await chat_of(arrival, body)
     wire_format = ChatFormat(
-        chat.job,
-        [chat.new_reply() for _ in range(body.n or 1)],
+        job,
+        [new_reply() for _ in range(body.n or 1)],
         logprobs=body.logprobs_asked is not None,
         usage_follows=body.wants_usage_chunk,
     )
-    return await deliver(arrival, chat.job, body.extension, wire_format)
+    return await deliver(arrival, job, body.extension, wire_format)

@@ -2,7 +2,7 @@
 
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -29,22 +29,15 @@ from engine.structure import GrammarSource
 SESSION_CHARS = 256  # limit of a client's name for its conversation
 
 
-@dataclass(frozen=True, slots=True)
-class Chat:
-    """What to generate, and how to read each choice of the answer."""
-
-    job: Job
-    new_reply: Callable[[], Reply]
-
-
 async def chat_of(
     arrival: Arrival,
     body: ChatBody,
     *,
     replays: bool = False,
     limit: str | None = None,
-) -> Chat:
-    """The chat of a body, in stages: find the model, render, tokenise, limit, keep.
+) -> tuple[Job, Callable[[], Reply]]:
+    """What a body asks to generate, and how to read each choice of the answer. In stages: find the
+    model, render, tokenise, limit, keep.
 
     Raises what is wrong with the body, by field. `replays` continues from the last turn's tokens.
     `limit` is the protocol's own name of the body's.
@@ -70,10 +63,10 @@ async def chat_of(
     tokens = await encode_chat(wire, model, prompt, tenant=tenant, replay=replay)
     opened = ends_thinking(model, prompt, tokens)
 
-    answer = chat_answer(
+    params, stop, source = chat_answer(
         body, model, prompt.tooling, prompt.style, len(tokens), thinking=opened, limit=limit
     )
-    new_reply = partial(_new_reply, prompt, answer.source, opened=opened)
+    new_reply = partial(_new_reply, prompt, source, opened=opened)
 
     # Pins of requests find blocks by tokens alone, so chats kept apart get none.
     mine = not (apart or extension.share)
@@ -83,17 +76,19 @@ async def chat_of(
     if name and mine and uses_cache:
         parent = arrival.names.parent_session[:SESSION_CHARS]
         session = Session(name[:SESSION_CHARS], parent, extension.pause_s)
-    num_same = 0 if replay is None else _num_same(replay, tokens)
+    num_same = 0  # of the replayed tokens; the template's own may have been used after all
+    if replay is not None and tokens[: len(replay.tokens)] == replay.tokens:
+        num_same = len(replay.tokens)
     begun = prompt.messages[-1] if turn is not None and turn.goes_on else None
     job = Job(
         request_id=log.request_id,
         model=model,
         prompts=(tokens,),
-        params=answer.params,
+        params=params,
         tenant=tenant,
         scope=scope,
-        stop=answer.stop,
-        source=answer.source,
+        stop=stop,
+        source=source,
         cache=uses_cache,
         stream=bool(body.stream),
         arrival_ns=log.arrival_ns,
@@ -109,7 +104,7 @@ async def chat_of(
         if turn is None or num_same
         else wire.records.conversations.divergence(turn, tokens, model.tokenizer),
     )
-    return Chat(job, new_reply)
+    return job, new_reply
 
 
 async def _keeps(
@@ -148,12 +143,6 @@ def _replay(wire: Collaborators, prompt: ChatPrompt, turn: Turn) -> TurnReplay |
     return replay
 
 
-def _num_same(replay: TurnReplay, tokens: "array[int]") -> int:
-    """The number of replayed tokens; 0 if the template's own were used after all."""
-    same = len(replay.tokens)
-    return same if tokens[:same] == replay.tokens else 0
-
-
 def _answered(
     new_reply: Callable[[], Reply], begun: Mapping[str, Any] | None, text: str
 ) -> Mapping[str, Any]:
@@ -168,7 +157,8 @@ def _new_reply(prompt: ChatPrompt, source: GrammarSource | None, *, opened: bool
     tooling, style, begun = prompt.tooling, prompt.style, prompt.continue_final_message
     # A grammar makes the model write calls as JSON without the style's markers.
     forced = source is not None and tooling.may_call and not style.has_text_marks
-    parser = parser_of(style, tooling.callable_names, forced=forced, begun=begun)
+    names = frozenset(tool.name for tool in tooling.tools if tooling.may_call)
+    parser = parser_of(style, names, forced=forced, begun=begun)
     if prompt.thinks and style is not Style.HARMONY:
         parser = ThinkParser(parser, opened=opened)
     return Reply(parser, style, only_calls=tooling.choice.forced)

@@ -29,9 +29,9 @@ async def messages(request: Request) -> Response:
     arrival.log.add(ignored_fields=body.ignored or None)
     model = find_model(arrival.wire.inference.models, body.model)
     asked = body.as_chat(model)
-    chat = await chat_of(arrival, asked)
-    wire_format = MessagesFormat(chat.job, chat.new_reply())
-    return await deliver(arrival, chat.job, asked.extension, wire_format)
+    job, new_reply = await chat_of(arrival, asked)
+    wire_format = MessagesFormat(job, new_reply())
+    return await deliver(arrival, job, asked.extension, wire_format)
 
 
 @router.post("/v1/messages/count_tokens")

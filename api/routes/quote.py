@@ -26,5 +26,5 @@ async def quote(request: Request) -> dict[str, Any]:
 async def quoted_job(arrival: Arrival, body: QuoteBody) -> Job:
     """The job of a body. Raises what is wrong with it, by field."""
     if body.messages is not None:
-        return (await chat_of(arrival, parse(arrival.raw, ChatBody))).job
+        return (await chat_of(arrival, parse(arrival.raw, ChatBody)))[0]
     return await completion_job(arrival, parse(arrival.raw, CompletionBody))

@@ -10,9 +10,10 @@ from api.admission import deliver
 from api.collaborators import Collaborators
 from api.context import authorised, received, wire_of
 from api.errors import NotServed, RecordNotFound
+from api.job import Job
 from api.relay.protocol import RESPONSES
 from api.requests.responses import KeptResponse
-from api.routes.conversation import Chat, chat_of
+from api.routes.conversation import chat_of
 from api.routes.relayed import relayed
 from api.shapes.body import parse
 from api.shapes.fields import ignored_names
@@ -40,10 +41,12 @@ async def responses(request: Request) -> Response:
     if named is not None:  # without its instructions, which belong to one request
         history += (await _found(wire, tenant, named, "previous_response_id")).messages
     asked = body.as_chat(history)
-    chat = await chat_of(arrival, asked, replays=named is not None, limit="max_output_tokens")
-    keep = partial(_keep, wire, tenant, body, history, chat)
-    wire_format = ResponsesFormat(chat.job, chat.new_reply(), body, keep)
-    return await deliver(arrival, chat.job, asked.extension, wire_format)
+    job, new_reply = await chat_of(
+        arrival, asked, replays=named is not None, limit="max_output_tokens"
+    )
+    keep = partial(_keep, wire, tenant, body, history, job)
+    wire_format = ResponsesFormat(job, new_reply(), body, keep)
+    return await deliver(arrival, job, asked.extension, wire_format)
 
 
 @router.get("/v1/responses/{name}")
@@ -86,13 +89,13 @@ def _keep(
     tenant: str,
     body: ResponsesBody,
     history: list[dict[str, Any]],
-    chat: Chat,
+    job: Job,
     response: dict[str, Any],
     answer: dict[str, Any],
 ) -> None:
     """Keeps the response, unless `store` is false or the tenant was purged meanwhile."""
     salt = wire.access.salts.of_tenant(tenant)
-    if body.store is False or wire.records.purges.reach(salt, chat.job.arrival_ns):
+    if body.store is False or wire.records.purges.reach(salt, job.arrival_ns):
         return
     said = {name: value for name, value in answer.items() if value is not None}
     messages = with_answer([*history, *body.messages()], {"content": "", **said})

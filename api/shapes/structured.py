@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from api.errors import InvalidRequest, Unsupported
@@ -20,15 +20,6 @@ _SERVED = ("json", "regex", "choice", "grammar", "json_object")
 _REFUSED = ("structural_tag", "whitespace_pattern")
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """The bounds of an answer: how its tokens are drawn, what ends it, and its required form."""
-
-    params: SamplingParams
-    stop: tuple[str, ...]
-    source: GrammarSource | None
-
-
 def chat_answer(
     body: ChatBody,
     model: ServedModel,
@@ -38,8 +29,9 @@ def chat_answer(
     *,
     thinking: bool,
     limit: str | None = None,
-) -> Answer:
-    """The answer to a prompt of `num_tokens`. `limit` is the protocol's own name of the body's.
+) -> tuple[SamplingParams, tuple[str, ...], GrammarSource | None]:
+    """Of the answer to a prompt of `num_tokens`: how its tokens are drawn, what ends it, and its
+    required form. `limit` is the protocol's own name of the body's.
 
     Raises ContextLengthExceeded if the prompt leaves too few tokens, and what is wrong with a form.
     """
@@ -49,8 +41,8 @@ def chat_answer(
     room = model.room_for_answer(num_tokens, most, prompt="messages", limit=limit)
     params = body.sampling(room)
     if tooling.choice.forced:  # a stop would cut the call, which is no text
-        return Answer(replace(params, stop_token_ids=()), (), source)
-    return Answer(params, body.stop_strings, source)
+        return replace(params, stop_token_ids=()), (), source
+    return params, body.stop_strings, source
 
 
 def source_asked(body: GenerationBody) -> GrammarSource | None:

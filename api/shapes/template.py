@@ -42,10 +42,6 @@ class Tooling:
     strict: bool = False
     may_call: bool = False
 
-    @property
-    def callable_names(self) -> frozenset[str]:
-        return frozenset(tool.name for tool in self.tools if self.may_call)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatPrompt:

@@ -21,6 +21,7 @@ from api.admin.pages.filters import Filter
 from api.admin.pages.prefix_rows import OUTLINE_TOKENS, ScopeRows, rows_of
 from api.admin.parts import add_audit_entry, parts_of
 from api.cache.explorer import Grown
+from api.context import wire_of
 from api.errors import InvalidRequest
 from tiers.blocks.keys import KEY_BYTES, PrefixKey
 from tiers.blocks.tree import Tree, TreeNode, TreeQuery, tree_json
@@ -42,8 +43,8 @@ async def tree(
 ) -> dict[str, Any]:
     """The prefixes of all tiers as a tree: of one tenant, or below one block if `below` is its
     key."""
-    if tenant:
-        await cache.must_be_known(request, tenant)
+    if tenant and tenant not in wire_of(request).access.salts.groups:
+        await cache.must_exist(request, tenant, "tenant or sharing group")
     roots = (key_of(below),) if below else ()
     grown = await parts_of(request).explorer.tree(TreeQuery(roots=roots, depth=depth), tenant)
     payload = tree_json(grown.tree)
