@@ -17,13 +17,7 @@ from billing.prices.book import RateRef
 from billing.prices.rating import Line
 from billing.usage import EMPTY, Usage
 from engine.errors import RemoteFault
-from engine.request import (
-    FinishReason,
-    Lookup,
-    SamplingParams,
-    Timeline,
-    TokenLogprob,
-)
+from engine.request import FinishReason, Lookup, SamplingParams, Timeline, TokenLogprob
 from engine.scheduling.shares import part_of
 from engine.structure import Grammar, GrammarSource
 from tiers.blocks.chain import Chain

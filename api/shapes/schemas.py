@@ -13,13 +13,7 @@ from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from api.errors import InvalidRequest, Unsupported
 from api.shapes.body import MESSAGES_MAX, Body, Items
-from api.shapes.fields import (
-    CHAT,
-    COMPLETIONS,
-    GENERATION,
-    Unserved,
-    check_fields,
-)
+from api.shapes.fields import CHAT, COMPLETIONS, GENERATION, Unserved, check_fields
 from api.shapes.message import (
     TTL_S,
     WRITES_MOST,

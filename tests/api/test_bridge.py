@@ -11,13 +11,7 @@ from api.requests.bridge import OutputBridge
 from api.requests.generation import Generation
 from billing.gate.outcomes import Outcome
 from billing.gate.work import insufficient_balance
-from engine.request import (
-    FinishReason,
-    SamplingParams,
-    StepOutput,
-    Timeline,
-    TokenCounts,
-)
+from engine.request import FinishReason, SamplingParams, StepOutput, Timeline, TokenCounts
 from tests.support.wire import byte_model
 
 

@@ -13,13 +13,7 @@ from engine.models.describe import describe_folder
 from engine.remote.find import PROBE
 from tests.api.real_service import served as serving
 from tests.support.models import save_tiny_model
-from tests.support.remote_engine import (
-    DONE,
-    RemoteEngineServer,
-    vllm_about,
-    vllm_chunk,
-    vllm_usage,
-)
+from tests.support.remote_engine import DONE, RemoteEngineServer, vllm_about, vllm_chunk, vllm_usage
 from tests.support.stand_in import WAIT, served
 from tests.support.upstream import CHAT, body, stream_of
 

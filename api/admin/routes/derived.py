@@ -18,14 +18,7 @@ from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin, g
 
 from fastapi import APIRouter, Depends, Path, Query, Request
 from fastapi.routing import APIRoute
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    create_model,
-    field_validator,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, field_validator
 from starlette.responses import Response
 
 from api.admin.access import Books, MayChange, MayRead, reader
