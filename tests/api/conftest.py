@@ -60,6 +60,11 @@ def refusal(answer):
     return answer.status_code, answer.json()["error"]["code"]
 
 
+def of(document, *names):
+    """These of its values, in their order."""
+    return tuple(document[name] for name in names)
+
+
 async def quiet(house, app):
     """Waits until nothing of any request is left."""
     async with asyncio.timeout(30):

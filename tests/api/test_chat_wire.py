@@ -1,8 +1,11 @@
-"""Chat completions as clients see them, JSON and server-sent events."""
+"""Chats and text completions as clients see them, JSON and server-sent events."""
 
 import json
 
+import pytest
+
 from engine.request import FinishReason
+from tests.api.conftest import of
 from tests.support.wire import Script
 
 CHAT = "/v1/chat/completions"
@@ -157,3 +160,97 @@ async def test_details_are_given_on_request(client, house):
 async def test_the_cache_may_be_left_out(client, house):
     await client.post(CHAT, json=HELLO | {"cachesvc": {"cache": False}})
     assert [False] == [request.cache for request in house.engine.requests]
+
+
+TEXT = "/v1/completions"
+
+
+async def test_a_completion_has_openais_shape(client, house):
+    house.engine.script = Script(answer="fine")
+    answer = (await client.post(TEXT, json={"model": "bytes", "prompt": "how?"})).json()
+    assert answer["id"].startswith("cmpl-")
+    assert ("text_completion", "bytes") == (answer["object"], answer["model"])
+    choice = {"index": 0, "text": "fine", "logprobs": None, "finish_reason": "stop"}
+    assert [choice] == answer["choices"]
+    assert (4, 5) == (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "texts"),
+    [
+        ("ab", ["ab"]),
+        (["ab", "cde"], ["ab", "cde"]),
+        ([97, 98], ["ab"]),
+        ([[97], [98, 99]], ["a", "bc"]),
+    ],
+)
+async def test_prompts_are_texts_or_token_ids(client, prompt, texts):
+    answer = (await client.post(TEXT, json={"model": "bytes", "prompt": prompt})).json()
+    assert texts == [choice["text"] for choice in answer["choices"]]
+    assert sum(map(len, texts)) == answer["usage"]["prompt_tokens"]
+
+
+async def test_choices_are_numbered_by_prompt_and_sequence(client, house):
+    body = {"model": "bytes", "prompt": ["ab", "c"], "n": 2, "echo": True}
+    answer = (await client.post(TEXT, json=body)).json()
+    assert ["abab", "abab", "cc", "cc"] == [choice["text"] for choice in answer["choices"]]
+    assert [0, 1, 2, 3] == [choice["index"] for choice in answer["choices"]]
+    assert 3 == answer["usage"]["prompt_tokens"]  # a prompt is counted once, whatever n
+    assert 2 == len(house.engine.requests)
+    assert 1 == len(house.meter.charges)
+
+
+async def test_without_max_tokens_sixteen_come(client, house):
+    house.engine.script = Script(answer="x" * 50)
+    answer = (await client.post(TEXT, json={"model": "bytes", "prompt": "p"})).json()
+    assert ("x" * 16, "length") == of(answer["choices"][0], "text", "finish_reason")
+
+
+async def test_logprobs_come_by_column(client, house):
+    house.engine.script = Script(answer="hé")
+    body = {"model": "bytes", "prompt": "p", "logprobs": 2, "max_tokens": 1}
+    told = (await client.post(TEXT, json=body)).json()["choices"][0]["logprobs"]
+    assert {
+        "tokens": ["h"],
+        "token_logprobs": [-0.5],
+        "top_logprobs": [{"h": -0.5, "A": -1.5}],
+        "text_offset": [0],
+    } == told
+
+
+async def test_a_stream_echoes_first(client, house):
+    house.engine.script = Script(answer="xyz")
+    echoed = {"model": "bytes", "prompt": "pq", "stream": True, "echo": True}
+    first, *chunks, done = events((await client.post(TEXT, json=echoed)).text)
+    assert ("pq", "[DONE]") == (first["choices"][0]["text"], done)
+    assert "xyz" == "".join(chunk["choices"][0]["text"] for chunk in chunks)
+
+
+async def test_an_echoed_prompt_has_its_logprobs(house, client):
+    """As evaluation harnesses ask for a text's likelihood; with `max_tokens` 0 nothing else."""
+    for limit, text in ((0, "abc"), (2, "abcab")):
+        body = {"model": "bytes", "prompt": "abc", "echo": True, "logprobs": 1, "max_tokens": limit}
+        answer = (await client.post(TEXT, json=body)).json()
+        [choice] = answer["choices"]
+        assert (text, "length") == (choice["text"], choice["finish_reason"])
+        told = choice["logprobs"]
+        assert list(text) == told["tokens"]
+        assert [None, -0.25, -0.25] == told["token_logprobs"][:3]
+        assert [None, {"b": -0.25}, {"c": -0.25}] == told["top_logprobs"][:3]
+        assert list(range(len(text))) == told["text_offset"]
+        assert limit == answer["usage"]["completion_tokens"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_text_offsets_are_of_characters(client, house, stream):
+    """The tokens of one character begin where it does, and none begins past the text."""
+    house.engine.script = Script(answer="a\u6771b")
+    asked = {"model": "bytes", "prompt": "hi", "logprobs": 1, "max_tokens": 9, "stream": stream}
+    answer = await client.post(TEXT, json=asked)
+    if stream:
+        lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+        told = [json.loads(line)["choices"][0]["logprobs"] for line in lines[:-1]]
+        offsets = [offset for each in told if each for offset in each["text_offset"]]
+    else:
+        offsets = answer.json()["choices"][0]["logprobs"]["text_offset"]
+    assert [0, 1, 1, 1, 2, 3] == offsets  # the last ends the sequence

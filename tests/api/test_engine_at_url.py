@@ -17,6 +17,7 @@ from engine.models.describe import describe_folder
 from engine.remote import client as client_module
 from engine.remote import engine as engine_module
 from engine.remote.find import PROBE
+from tests.api.conftest import of, refusal
 from tests.api.driver import Visit
 from tests.api.real_service import served as serving
 from tests.patience import PATIENCE_S
@@ -367,10 +368,7 @@ async def test_sglang_tells_its_hits_with_each_event(probe, model, tmp_path):
             )
             asked = engine.asked[0]
             assert 40 == len(asked["input_ids"]) and asked["extra_key"].startswith("hex:")
-            assert (-1, {"5": 1.0}) == (
-                asked["sampling_params"]["top_k"],
-                asked["sampling_params"]["logit_bias"],
-            )
+            assert (-1, {"5": 1.0}) == of(asked["sampling_params"], "top_k", "logit_bias")
             for name, value in {"seed": 5, "structured_outputs": {"regex": "a"}}.items():
                 refused = await client.post("/v1/completions", json=body(**{name: value}))
                 assert (400, name) == (refused.status_code, refused.json()["error"]["param"])
@@ -379,6 +377,7 @@ async def test_sglang_tells_its_hits_with_each_event(probe, model, tmp_path):
 @pytest.mark.parametrize(
     ("change", "told"),
     [
+        ({}, "a context of 100 tokens, not 64"),
         ({"/v1/models": {"data": [{"id": "other", "root": "/m/other"}]}}, "does not serve tiny"),
         ({"/v1/models": (401, {})}, r"wants another engine\.key"),
         ({"/version": (401, {}), "/v1/models": (401, {})}, r"wants another engine\.key"),
@@ -392,8 +391,9 @@ async def test_another_engine_than_meant_is_refused_at_the_start(
     engine, model, tmp_path, change, told
 ):
     engine.about |= change
+    asked = {} if change else {"engine_vllm": {"max-model-len": 64}}
     with pytest.raises(ModelError, match=told):
-        async with serving(tmp_path, model, engine_backend=engine.url):
+        async with serving(tmp_path, model, engine_backend=engine.url, **asked):
             pass
 
 
@@ -433,29 +433,18 @@ async def test_what_needs_blocks_in_this_process_says_so_by_name(engine, model, 
             assert "in another process" in refused.text
         evicted = {"keys": ["00" * 16], "why": "a test"}
         refused = await client.post("/admin/api/cache/evict", json=evicted)
-        assert (404, "not_served") == (refused.status_code, refused.json()["error"]["code"])
+        assert (404, "not_served") == refusal(refused)
         pinned = {"name": "a", "key": "00" * 16, "for_s": 60, "why": "a test"}
         assert "another process" in (await client.post("/admin/api/cache/pin", json=pinned)).text
         page = await client.get("/admin/explorer")
         assert (200, True) == (page.status_code, "The engine has the blocks" in page.text)
-        quote = await client.post("/v1/cache/quote", json=body())
-        assert (200, 40, 0) == (
-            quote.status_code,
-            quote.json()["miss_tokens"],
-            quote.json()["hit_tokens"],
-        )
+        quote = (await client.post("/v1/cache/quote", json=body())).json()
+        assert (40, 0) == of(quote, "miss_tokens", "hit_tokens")
         assert 1 == len(engine.asked)
         requests = await client.get("/admin/requests")
         assert 200 == requests.status_code
         number = answer.headers["x-request-id"]
         assert 200 == (await client.get(f"/admin/requests/{number}")).status_code
-
-
-async def test_another_context_than_asked_for_is_refused_at_the_start(engine, model, tmp_path):
-    asked = {"max-model-len": 64}
-    with pytest.raises(ModelError, match="a context of 100 tokens, not 64"):
-        async with serving(tmp_path, model, engine_backend=engine.url, engine_vllm=asked):
-            pass
 
 
 async def test_what_ends_here_is_ended_in_the_engine_and_billed_as_a_miss(engine, model, tmp_path):

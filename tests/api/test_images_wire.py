@@ -56,12 +56,6 @@ PLACES: list[tuple[str, dict[str, Any], str]] = [
     (MESSAGES, chat(said("user", text(), OF_MESSAGES)), "messages[0].content[1]"),
     (
         MESSAGES,
-        chat(said("user", text()), CALLED, said("user", result(text(), OF_MESSAGES))),
-        "messages[2].content[0].content[1]",
-    ),
-    (MESSAGES, chat(said("user", DOCUMENT)), "messages[0].content[0].source.content[0]"),
-    (
-        MESSAGES,
         chat(said("user", text()), CALLED, said("user", result(DOCUMENT))),
         "messages[2].content[0].content[0].source.content[0]",
     ),

@@ -8,7 +8,7 @@ import pytest
 from api.errors import MissingKey
 from api.shapes.messages import MessagesBody
 from billing.keys import Principal, Scope
-from tests.api.conftest import running
+from tests.api.conftest import of, running
 from tests.support.wire import ByteTokenizer, FakeHouse, Script, byte_model, fake_house
 
 MESSAGES = "/v1/messages"
@@ -209,11 +209,7 @@ async def test_usage_is_the_billed_record_in_anthropics_classes(client, house):
 )
 async def test_errors_have_anthropics_shape(client, fields, kind, param):
     answer = (await client.post(MESSAGES, json=body(**fields))).json()
-    assert ("error", kind, param) == (
-        answer["type"],
-        answer["error"]["type"],
-        answer["error"]["param"],
-    )
+    assert ("error", kind, param) == (answer["type"], *of(answer["error"], "type", "param"))
 
 
 async def test_an_engine_failure_has_the_same_error_shape(client, house):

@@ -74,10 +74,8 @@ async def test_alive_and_ready_are_two_questions(house):
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         assert 200 == (await client.get("/health")).status_code
         ready = await client.get("/health/ready")
-        assert (503, {"status": "not ready", "reason": "the model loads", "n": 1}) == (
-            ready.status_code,
-            ready.json(),
-        )
+        told = {"status": "not ready", "reason": "the model loads", "n": 1}
+        assert (503, told) == (ready.status_code, ready.json())
         heads = [await client.head(path) for path in ("/health", "/health/ready")]
         assert [200, 503] == [head.status_code for head in heads]
         dead = Readiness(False, "the engine has failed", alive=False)
@@ -85,15 +83,10 @@ async def test_alive_and_ready_are_two_questions(house):
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         failed = await client.get("/health")
-        assert (503, {"status": "failed", "reason": "the engine has failed"}) == (
-            failed.status_code,
-            failed.json(),
-        )
-        metrics = await client.get("/metrics")
-        assert ("# none\n", "text/plain; version=0.0.4") == (
-            metrics.text,
-            metrics.headers["content-type"],
-        )
+        told = {"status": "failed", "reason": "the engine has failed"}
+        assert (503, told) == (failed.status_code, failed.json())
+        metrics, kind = await client.get("/metrics"), "text/plain; version=0.0.4"
+        assert ("# none\n", kind) == (metrics.text, metrics.headers["content-type"])
     house.close()
 
 

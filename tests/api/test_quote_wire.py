@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.api.conftest import running
+from tests.api.conftest import of, running
 from tests.support.wire import Script, fake_house
 
 QUOTE = "/v1/cache/quote"
@@ -32,18 +32,12 @@ def chat(**fields):
 async def test_a_quote_computes_nothing_and_says_tokens_and_price(client, house):
     house.engine.script = Script(wait_s={"local": 0.25})
     quote = (await client.post(QUOTE, json=chat())).json()
-    assert (PROMPT, 16, PROMPT - 16) == (
-        quote["prompt_tokens"],
-        quote["hit_tokens"],
-        quote["miss_tokens"],
-    )
+    told = of(quote, "prompt_tokens", "hit_tokens", "miss_tokens")
+    assert (PROMPT, 16, PROMPT - 16) == told
     assert {"device": 10, "host": 0, "disk": 6} == quote["hit_tokens_by_tier"]
     price = quote["price"]
-    assert (f"{(16 + 10 * (PROMPT - 16)) / 1e6:.6f}", "test", "standard") == (
-        price["prompt"],
-        price["card"],
-        price["window"],
-    )
+    cost = f"{(16 + 10 * (PROMPT - 16)) / 1e6:.6f}"
+    assert (cost, "test", "standard") == of(price, "prompt", "card", "window")
     assert float(price["at_most"]) == pytest.approx(float(price["prompt"]) + 5 * 20 / 1e6)
     assert [] == house.engine.requests and [] == house.meter.charges
 
