@@ -79,6 +79,7 @@ REMOVED_OPTIONS = {
             ("block-size", "CACHE__BLOCK_SIZE"),
         )
     },
+    "cache purge --database-url": "the running server purges, and has its ledger; leave it out",
     "cache purge --scope": "while no server runs, its data directory's disk folder may be removed",
     **dict.fromkeys(
         ("prices plan --out", "ledger correct --batch", "ledger correct --approve"),

@@ -158,7 +158,6 @@ class CacheOperator:
             whose,
             name,
             done,
-            live=True,
             by=by,
             why=why,
             started_s=started_s,

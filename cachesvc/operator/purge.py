@@ -1,9 +1,7 @@
-"""`purge --tenant`: removes every block of a tenant or group from every tier, with a signed
-receipt.
+"""The receipt of a purge, and the part of a purge that the engine's tiers do not do.
 
-Called by the cache operator of a running server, or by the command line, which holds the folder's
-lock. A receipt states what was removed, and that a scan of every block found none left. Anyone with
-the server's public key can verify it (`billing.reports.receipts`).
+Called by the cache operator. A receipt states what was removed, and that a scan of every block
+found none left. Anyone with the server's public key can verify it (`billing.reports.receipts`).
 """
 
 import json
@@ -46,7 +44,6 @@ def receipt(
     name: str,
     done: Purged,
     *,
-    live: bool,
     by: str,
     why: str,
     started_s: float,
@@ -73,7 +70,6 @@ def receipt(
         "pins_ended": sorted(done.pins),
         "blocks_left": 0,
         **({"not_reached": list(elsewhere)} if elsewhere else {}),
-        "server": "running" if live else "stopped",
         "by": by,
         "why": why,
         "started_ns": int(started_s * 1e9),
@@ -88,16 +84,6 @@ def keep_receipt(data_dir: Path, signed: Mapping[str, Any]) -> Path:
     path = folder / f"purge-{signed['finished_ns']}.json"
     path.write_text(json.dumps(signed, indent=1) + "\n")
     return path
-
-
-def purge_stopped(data_dir: Path, roots: Collection[PrefixKey]) -> Purged:
-    """Purges the disk of a stopped server, and of its node.
-
-    Raises DirectoryLocked if either is running, and ConfigurationError if there is no disk tier, if
-    its blocks are also stored elsewhere, or if one of its folders cannot be read.
-    """
-    first, *rest = [_purge_folder(each, roots) for each in _tiers_of(data_dir)]
-    return together(first, rest)
 
 
 def purge_unserved(data_dir: Path, roots: Collection[PrefixKey]) -> list[Purged]:
@@ -141,7 +127,7 @@ def _tiers_of(data_dir: Path) -> list[Path]:
 def _purge_folder(folder: Path, roots: Collection[PrefixKey]) -> Purged:
     if places := read_elsewhere(folder):
         raise ConfigurationError(
-            f"there are also blocks in {', '.join(places)}; start the server, and purge through it"
+            f"there are also blocks in {', '.join(places)}; serve from {folder} again, and purge"
         )
     groups = group_folders(folder)
     with open_disks(folder, readonly=False, groups=True) as disks:

@@ -15,8 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from cachesvc.cli.explain import _request_lines
 from cachesvc.config.places import states_path
-from cachesvc.operator.purge import RECEIPTS, purge_stopped
-from cachesvc.operator.scopes import ScopeKind, roots_of
+from cachesvc.operator.purge import RECEIPTS
 from cachesvc.server.kept_turns import FILE_NAME
 from engine.errors import ModelError
 from engine.models import load
@@ -123,15 +122,6 @@ async def test_a_purge_leaves_no_checkpoint_in_memory_or_on_disk(data_dir, hybri
         assert counts["device"] == counts["disk"] >= 2
         assert {} == hits(await ask(client, hybrid))
         assert {"device": END} == hits(await ask(client, hybrid))
-
-
-async def test_a_stopped_server_is_purged_of_its_checkpoints(data_dir, hybrid):
-    async with served(data_dir, hybrid) as (_, client):
-        await ask(client, hybrid)
-    held = num_checkpoints(data_dir)
-    done = purge_stopped(data_dir, roots_of(data_dir, "default", ScopeKind.TENANT))
-    assert 0 == done.num_left == num_checkpoints(data_dir)
-    assert held == done.checkpoints["disk"].num_blocks > 0
 
 
 async def test_a_purge_reaches_a_disk_tier_that_is_turned_off(data_dir, hybrid):

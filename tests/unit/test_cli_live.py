@@ -4,6 +4,7 @@ import logging
 import os
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,12 +15,13 @@ from api.cache.explorer import Explorer
 from api.cache.owners import Owners
 from billing.operations.books import OpenBooks
 from billing.proof.prover import Prover
-from billing.reports.receipts import ReceiptSigner
+from billing.reports.receipts import ReceiptSigner, verify_receipt
 from billing.store.opening import database_url
 from cachesvc.cli.cache.tree import tree_lines
 from cachesvc.config.places import disk_path
 from cachesvc.operator.lookups import read_blocks
-from cachesvc.operator.scopes import note_scopes, roots_of
+from cachesvc.operator.purge import receipt
+from cachesvc.operator.scopes import ScopeKind, note_scopes, roots_of
 from cachesvc.operator.secret import read_secret
 from tests.running_server import announcing
 from tests.sim.watched import BLOCK
@@ -36,6 +38,7 @@ from tiers.disk.directory import DirectoryLock
 from tiers.disk.open import open_disk
 from tiers.explore import DiskBlocks, TierForest
 from tiers.memory.block import BlockState
+from tiers.tier import Purged, Removed, TierName
 
 TIER = {"num_blocks": 7, "used_bytes": 700, "capacity_bytes": 1000, "hits": 10, "stored": 4}
 STATS = {
@@ -92,7 +95,15 @@ def server(data_dir, world, books):
     owners = Owners(house.wire.inference.models, salts, lambda: {"acme": "CNY"})
     explorer = Explorer(run, owners, None, block_bytes=1)
     blocks = partial(read_blocks, run)
-    parts = fake_parts(stats=lambda: STATS, blocks=blocks, books=books, explorer=explorer)
+
+    async def purge(kind: str, name: str, *, by: str, why: str) -> Any:
+        """Says that it is done."""
+        done = Purged((), {TierName.DISK: Removed(5, 70)}, 2, (), 0)
+        given = {"by": by, "why": why, "started_s": 1.0}
+        return receipt(books.signer, ScopeKind(kind), name, done, **given)
+
+    shown = {"stats": lambda: STATS, "blocks": blocks, "explorer": explorer}
+    parts = fake_parts(books=books, cache=SimpleNamespace(purge=purge), **shown)
     with announcing(data_dir, parts, house):
         yield data_dir
 
@@ -105,6 +116,17 @@ def test_a_server_whose_file_was_removed_is_not_called_none(data_dir):
         lock.release()
     assert f"{data_dir} is served by pid {os.getpid()}" in told_of
     assert "its server.json was removed; restart it" in told_of
+
+
+def test_a_purge_asks_and_prints_the_servers_receipt(server):
+    purge = ("cache", "purge", "--tenant", "acme", "--reason", "left", "--data-dir", server)
+    assert "nothing was changed" in said(*purge, input="n\n", code=1)
+    signed = told(*purge, "--yes")
+    assert ("acme", "left", 0) == (signed["tenant"], signed["why"], signed["blocks_left"])
+    assert verify_receipt(signed, ReceiptSigner.open(server).public_key)
+    shown = said(*purge, "--yes")
+    assert "5 blocks (70 B) of tenant acme off disk" in shown and "2 of them are in use" in shown
+    assert f"signed with key {signed['key_id']}" in shown
 
 
 def test_stats_of_a_running_server_tell_every_tier_and_who_takes_the_room(server, world):

@@ -1,24 +1,14 @@
 """`cachesvc cache purge`: every block of a tenant or a sharing group, with a signed receipt."""
 
-import time
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from api.access.auth import Salts
 from api.format import number_of, size
-from api.requests.kept import owner_of
-from billing.reports.receipts import ReceiptSigner
-from cachesvc.cli.money.books import DatabaseUrl, books
-from cachesvc.cli.options import DataDir, existing_data_dir
+from cachesvc.cli.live_server import running_server
+from cachesvc.cli.options import DataDir
 from cachesvc.cli.render import AsJson, answer, confirm, fail
-from cachesvc.operator.purge import keep_receipt, purge_stopped, receipt, roots_to_purge
-from cachesvc.operator.scopes import ScopeKind, salt_of
-from cachesvc.operator.secret import read_secret
-from cachesvc.server.kept_turns import forget_stored
-from cachesvc.server.server_file import actor, find_server
 
 PURGE_TIMEOUT_S = 600.0
 
@@ -30,62 +20,25 @@ def purge(
         str, typer.Option("--reason", help="Reason for the receipt and the audit trail")
     ] = "",
     data_dir: DataDir = None,
-    database_url: DatabaseUrl = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask")] = False,
     json: AsJson = False,
 ) -> None:
-    """Remove every block of a tenant from every tier, with a signed receipt.
-
-    If a server is running, it does the work; otherwise the command purges the disk.
-    """
-    path = existing_data_dir(data_dir)
+    """Have the running server remove every block of a tenant from every tier, with a signed
+    receipt."""
     if bool(tenant) == bool(group):
         fail("say whose blocks: either --tenant or --group", 2)
     if not why.strip():
         fail("say why with --reason: the receipt and the admin trail keep it", 2)
-    kind, name = (ScopeKind.TENANT, tenant) if tenant else (ScopeKind.GROUP, group)
-    assert name is not None
+    kind, name = ("tenant", tenant) if tenant else ("group", group)
+    server = running_server(data_dir)
     confirm(f"Purge every block of {kind} {name} from every tier?", yes=yes)
-    signed = _purge_live(path, kind, name, why) or _purge_stopped(
-        path, kind, name, why, database_url
-    )
-    answer(signed, json, *_lines(signed, kind, name))
-
-
-def _purge_live(path: Path, kind: ScopeKind, name: str, why: str) -> Mapping[str, Any] | None:
-    server = find_server(path)
-    if server is None:
-        return None
     body = {"kind": kind, "name": name, "why": why}
-    signed: Mapping[str, Any] = server.post(
-        "/admin/api/cache/purge", body, timeout_s=PURGE_TIMEOUT_S
-    )
-    return signed
+    signed = server.post("/admin/api/cache/purge", body, timeout_s=PURGE_TIMEOUT_S)
+    answer(signed, json, *_lines(signed, f"{kind} {name}"))
 
 
-def _purge_stopped(
-    path: Path, kind: ScopeKind, name: str, why: str, database_url: str | None
-) -> Mapping[str, Any]:
-    by, started_s = actor(), time.time()
-    roots = roots_to_purge(path, name, kind)
-    if not roots:
-        fail(f"no model was served from {path} yet, so {kind} {name} has no blocks there")
-    with books(path, database_url) as open_books:
-        if kind is ScopeKind.TENANT and open_books.accounts.find_tenant(name) is None:
-            fail(f"no tenant is named {name!r}; see `cachesvc tenants show`")
-        owner = owner_of(salt_of(Salts(read_secret(path)), name, kind))
-        done = purge_stopped(path, roots)
-        forget_stored(path, owner)
-        signer = ReceiptSigner.open(path)
-        signed = receipt(signer, kind, name, done, live=False, by=by, why=why, started_s=started_s)
-        keep_receipt(path, signed)
-        record = open_books.accounts.trail.record
-        record("cache.purge", name, by=by, after=signed, reason=why)
-    return signed
-
-
-def _lines(signed: Mapping[str, Any], kind: str, name: str) -> Iterator[str]:
-    whose = f"of {kind} {name} off"
+def _lines(signed: Mapping[str, Any], owner: str) -> Iterator[str]:
+    whose = f"of {owner} off"
     for tier, gone in signed["tiers"].items():
         yield f"{number_of(gone['blocks'], 'block')} ({size(gone['bytes'])}) {whose} {tier}"
     for tier, gone in signed.get("checkpoints", {}).items():

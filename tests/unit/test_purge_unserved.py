@@ -1,14 +1,14 @@
-"""A purge where no server runs: every folder of the data directory, or a refusal that names one."""
+"""A purge of what another engine left in a data directory, or a refusal that names it."""
 
 import pytest
 
-from cachesvc.operator.purge import purge_stopped, purge_unserved, together
+from cachesvc.operator.purge import purge_unserved, together
 from tests.support.faulty_storage import SCOPE, chain, take
 from tiers.blocks.frames import FrameArena
 from tiers.blocks.layout import BlockLayout
 from tiers.disk.directory import note_elsewhere
 from tiers.disk.open import open_disk
-from tiers.errors import ConfigurationError
+from tiers.errors import PurgeFailed
 from tiers.operations.purge import Purged
 from tiers.tier import Removed, TierName
 
@@ -27,17 +27,17 @@ def fill_disk(folder):
     disk.close()
 
 
-def test_a_purge_without_the_server_names_what_it_cannot_reach(tmp_path):
+def test_a_purge_names_what_it_cannot_reach(tmp_path):
     disk, group = tmp_path / "disk", tmp_path / "checkpoints"
     fill_disk(disk)
     note_elsewhere(disk, "redis://host:1/0")
-    with pytest.raises(ConfigurationError, match="also blocks in redis://host:1/0; start the"):
-        purge_stopped(tmp_path, ROOTS)
+    with pytest.raises(PurgeFailed, match="also blocks in redis://host:1/0; serve from"):
+        purge_unserved(tmp_path, ROOTS)
     note_elsewhere(disk, None, [group])
-    with pytest.raises(ConfigurationError, match="checkpoints cannot be read, so its blocks"):
-        purge_stopped(tmp_path, ROOTS)
+    with pytest.raises(PurgeFailed, match="checkpoints cannot be read, so its blocks"):
+        purge_unserved(tmp_path, ROOTS)
     fill_disk(group)
-    done = purge_stopped(tmp_path, ROOTS)
+    (done,) = purge_unserved(tmp_path, ROOTS)
     assert (done.removed["disk"].num_blocks, done.num_left) == (16, 0)
     assert 16 == done.checkpoints["disk"].num_blocks
 
@@ -58,7 +58,7 @@ def test_a_purge_reaches_the_folders_of_a_node_that_has_stopped(tmp_path):
     folders = [tmp_path / "disk" / "node" / name for name in ("one", "two")]
     for folder in folders:
         fill_disk(folder)
-    assert [32] == [done.removed["disk"].num_blocks for done in [purge_stopped(tmp_path, ROOTS)]]
+    assert [16, 16] == [done.removed["disk"].num_blocks for done in purge_unserved(tmp_path, ROOTS)]
     disk = open_disk(folders[0], LAYOUT, 2 << 20)
     disk.store(IDS, FRAMES)
     assert [0] == [done.removed["disk"].num_blocks for done in purge_unserved(tmp_path, ROOTS)]
