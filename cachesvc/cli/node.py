@@ -1,76 +1,62 @@
 """`cachesvc node`: this machine's tiers in a process that engines share."""
 
+import json
 import logging
 import os
 import select
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from api.format import plain, size
-from cachesvc.cli.options import data_dir_of
+from api.format import size
+from cachesvc.cli.options import data_dir_of, named
+from cachesvc.cli.overrides import overridden, overriding
 from cachesvc.cli.render import fail, note, print_json
 from cachesvc.config.errors import WrongOption
-from cachesvc.config.quantities import parse_size
-from tiers.remote.settings import RemoteWrites
+from cachesvc.config.sources import load_settings
 
 if TYPE_CHECKING:
-    from cachesvc.config.sections import EventsSection
     from tiers.node.client import NodeClient
-    from tiers.node.settings import NodeSettings
 
 logger = logging.getLogger(__name__)
 
 
-RemoteUrl = Annotated[
-    str,
-    typer.Option(
-        envvar="CACHESVC_CACHE__REMOTE_URL",
-        help="Tier shared with other machines' nodes: redis://, redis+cluster:// or s3://",
-    ),
-]
-RemoteWrite = Annotated[
-    RemoteWrites,
-    typer.Option(
-        envvar="CACHESVC_CACHE__REMOTE_WRITES",
-        help="Blocks to send there: reused (hit twice or pinned) or all",
-    ),
-]
-RemoteKeyFile = Annotated[
-    Path | None,
-    typer.Option(
-        envvar="CACHESVC_CACHE__REMOTE_KEY_FILE",
-        help="File with a key of 64 hex digits, to encrypt these blocks",
-    ),
-]
-
-
 def node(
+    context: typer.Context,
     socket: Annotated[
         Path | None, typer.Option(help="Where to listen  [default: DATA_DIR/node.sock]")
     ] = None,
     host_cache: Annotated[
-        str, typer.Option(help="Host memory for the blocks of all models")
-    ] = "2GiB",
+        str | None,
+        overriding(
+            "cache.host_bytes",
+            "--host-cache",
+            meaning="Host memory for the blocks of all models  [default: 2GiB]",
+        ),
+    ] = None,
     disk_cache_dir: Annotated[Path | None, typer.Option(help="Folder of the disk tier")] = None,
     disk_cache: Annotated[
-        str, typer.Option(help="Bytes on disk for the blocks of one model")
-    ] = "8GiB",
-    disk_reserve: Annotated[
-        str,
-        typer.Option(
-            help="Bytes of its file system that the disk leaves to others  [default: 5 %, but 1 to "
-            "16 GiB, and a quarter of a small one]",
-            show_default=False,
+        str | None,
+        overriding(
+            "cache.disk_bytes",
+            "--disk-cache",
+            meaning="Bytes on disk for the blocks of one model  [default: 8GiB]",
         ),
-    ] = "",
-    remote_url: RemoteUrl = "",
-    remote_writes: RemoteWrite = RemoteWrites.REUSED,
-    remote_key_file: RemoteKeyFile = None,
+    ] = None,
+    disk_reserve: Annotated[
+        str | None, overriding("cache.disk_reserve_bytes", "--disk-reserve")
+    ] = None,
+    remote_url: Annotated[str | None, overriding("cache.remote_url", "--remote-url")] = None,
+    remote_writes: Annotated[
+        str | None, overriding("cache.remote_writes", "--remote-writes")
+    ] = None,
+    remote_key_file: Annotated[
+        Path | None, overriding("cache.remote_key_file", "--remote-key-file")
+    ] = None,
     quota: Annotated[
         list[str] | None,
         typer.Option(
@@ -79,12 +65,12 @@ def node(
         ),
     ] = None,
     events: Annotated[
-        str,
+        str | None,
         typer.Option(
             help="Publish block events for routers at this address, such as "
             "tcp://127.0.0.1:5557; or the keys of `events.zmq` as JSON"
         ),
-    ] = "",
+    ] = None,
     metrics: Annotated[
         str, typer.Option(help="Serve Prometheus metrics at HOST:PORT, such as 127.0.0.1:9464")
     ] = "",
@@ -100,6 +86,8 @@ def node(
     Engines connect over a Unix socket: vLLM through `cachesvc.vllm`. Blocks outlive an engine, so
     they are hits after its restart. Ctrl-C, SIGTERM or SIGHUP writes blocks that are only in memory
     to disk.
+
+    What no option says comes from the environment, as `cachesvc config show` lists it.
     """
     path = (socket or data_dir_of(None) / "node.sock").expanduser()
     if stats:
@@ -109,73 +97,49 @@ def node(
     if stop:
         _stop(path)
         return
-    from cachesvc.config.sections import with_its_unit
+    flags = overridden(context)
+    flags["cache.quotas"] = named("--quota", quota or (), "NAME=SIZE, as in *=1GiB") or None
+    flags["events.zmq"] = None if events is None else _events(events)
+    _run(path, disk_cache_dir, flags, metrics)
+
+
+def _run(path: Path, disk_dir: Path | None, flags: dict[str, Any], metrics: str) -> None:
     from cachesvc.operator.quotas import labelled
-    from tiers.node.settings import NodeSettings
-    from tiers.remote.settings import RemoteSettings
-
-    settings = NodeSettings(
-        socket=path,
-        host_bytes=_bytes("--host-cache", host_cache, with_its_unit),
-        disk_dir=disk_cache_dir.expanduser().absolute() if disk_cache_dir is not None else None,
-        disk_bytes=_bytes("--disk-cache", disk_cache, with_its_unit),
-        disk_reserve_bytes=_bytes("--disk-reserve", disk_reserve) if disk_reserve else None,
-        remote=RemoteSettings(remote_url, remote_writes, remote_key_file) if remote_url else None,
-        quotas=labelled(dict(map(_quota, quota or ()))),
-    )
-    if not settings.host_bytes:
-        raise WrongOption("--host-cache 0: a node keeps its blocks in memory; write it like 4GiB")
-    _run(settings, _events(events), metrics)
-
-
-def _run(settings: "NodeSettings", events: "EventsSection", metrics: str) -> None:
-    from cachesvc.config.sources import load_settings
     from cachesvc.server.logs import configure
     from cachesvc.server.node import run_node
+    from cachesvc.server.remote import remote_settings
+    from tiers.node.settings import NodeSettings
 
-    configure(load_settings().settings.log)
-    below = f"{size(settings.disk_bytes)} in {settings.disk_dir}" if settings.disk_dir else "none"
-    shared = f", shared through {settings.remote.shown_url}" if settings.remote is not None else ""
-    ready = (
-        f"node ready at {settings.socket}: host memory {size(settings.host_bytes)}, "
-        f"disk {below}{shared}"
+    settings = load_settings(flags).settings
+    cache, remote = settings.cache, remote_settings(settings.cache)
+    if not cache.host_bytes:
+        raise WrongOption("--host-cache 0: a node keeps its blocks in memory; write it like 4GiB")
+    node = NodeSettings(
+        socket=path,
+        host_bytes=cache.host_bytes,
+        disk_dir=disk_dir.expanduser().absolute() if disk_dir is not None else None,
+        disk_bytes=cache.disk_bytes,
+        disk_reserve_bytes=cache.disk_reserve_bytes,
+        remote=remote,
+        quotas=labelled(cache.quotas),
     )
-    run_node(settings, events=events, metrics=metrics, on_ready=lambda: logger.info(ready))
+    configure(settings.log)
+    below = f"{size(node.disk_bytes)} in {node.disk_dir}" if node.disk_dir else "none"
+    shared = f", shared through {remote.shown_url}" if remote is not None else ""
+    ready = f"node ready at {path}: host memory {size(node.host_bytes)}, disk {below}{shared}"
+    run_node(node, events=settings.events, metrics=metrics, on_ready=lambda: logger.info(ready))
     logger.info("node stopped")
 
 
-def _quota(text: str) -> tuple[str, int]:
-    name, sign, quota = text.partition("=")
-    if not name or not sign:
-        raise WrongOption(f"--quota {text!r} is not a quota; write it like acme=10GiB or *=1GiB")
-    return name, _bytes("--quota", quota)
-
-
-def _events(text: str) -> "EventsSection":
+def _events(text: str) -> Any:
     """An address, or a table such as `{"endpoint": ..., "replay_endpoint": ...}`."""
-    from pydantic import ValidationError
-
-    from cachesvc.config.sections import EventsSection, ZmqTable
-
-    if not text.startswith("{"):
-        return EventsSection(zmq=text)
     try:
-        return EventsSection(zmq=ZmqTable.model_validate_json(text))
-    except ValidationError as error:
-        wrong = "; ".join(
-            f"{'.'.join(map(str, e['loc']))} {plain(e['msg'])}" for e in error.errors()
-        )
+        return json.loads(text) if text.startswith("{") else text
+    except ValueError as error:
         raise WrongOption(
-            f"--events {text}: {wrong.strip()}; write an address, or a table like "
+            f"--events {text}: {error}; write an address, or a table like "
             f'{{"endpoint": "tcp://127.0.0.1:5557", "replay_endpoint": "tcp://127.0.0.1:5558"}}'
         ) from None
-
-
-def _bytes(option: str, text: str, check: Callable[[int], int] = int) -> int:
-    try:
-        return check(parse_size(text))
-    except ValueError as error:
-        raise WrongOption(f"{option}: {error}") from None
 
 
 def _stop(path: Path) -> None:

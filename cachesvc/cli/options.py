@@ -1,11 +1,12 @@
 """Options that several commands share."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from cachesvc.config.errors import ConfigError
+from cachesvc.config.errors import ConfigError, WrongOption
 from cachesvc.config.places import default_data_dir, has_other_variables
 from cachesvc.config.quantities import parse_duration
 
@@ -24,6 +25,17 @@ def duration(text: str) -> float:
         return parse_duration(text)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
+
+
+def named(option: str, given: Iterable[str], form: str) -> dict[str, str]:
+    """Values by name, from `NAME=VALUE`. Raises WrongOption for anything else, with the form."""
+    found: dict[str, str] = {}
+    for one in given:
+        name, _, value = one.partition("=")
+        if not (name and value) or name in found:
+            raise WrongOption(f"{option} {one}: write {form}, each name once")
+        found[name] = value
+    return found
 
 
 def data_dir_of(data_dir: Path | None) -> Path:

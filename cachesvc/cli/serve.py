@@ -12,9 +12,10 @@ import cachesvc
 from api.format import seconds, size
 from cachesvc.cli.config import settings_by_name
 from cachesvc.cli.exits import leave
-from cachesvc.config.errors import WrongOption
+from cachesvc.cli.options import named
+from cachesvc.cli.overrides import HELP, overridden, overriding
 from cachesvc.config.sections import CacheSection
-from cachesvc.config.settings import Settings, known_settings
+from cachesvc.config.settings import Settings
 from cachesvc.config.sources import load_settings
 from cachesvc.serve import serve as run
 from cachesvc.server.logs import configure
@@ -24,46 +25,36 @@ from cachesvc.server.vllm.arguments import read_options
 
 logger = logging.getLogger(__name__)
 
-HELP = known_settings()
-SETTING_OF: dict[str, str] = {}  # by the option that overrides it
 TIERS = ("device", "host", "disk")
 ROUNDED = 1 / 16  # a tier may have this part less or more than set, as it holds whole blocks
 
 
-def _option(setting: str, *flags: str) -> typer.models.OptionInfo:
-    """An option that overrides `setting`. Unset, the environment, the file or the default
-    applies."""
-    SETTING_OF[flags[0].partition("/")[0]] = setting
-    option: typer.models.OptionInfo = typer.Option(*flags, help=HELP[setting], show_default=False)
-    return option
-
-
 def serve(
     context: typer.Context,
-    model: Annotated[str | None, _option("model.name", "--model")] = None,
+    model: Annotated[str | None, overriding("model.name", "--model")] = None,
     adapter: Annotated[
         list[str] | None,
         typer.Option(
             "--adapter", metavar="NAME=SOURCE", help=f"{HELP['model.adapters']}; may be repeated"
         ),
     ] = None,
-    host: Annotated[str | None, _option("server.host", "--host")] = None,
-    port: Annotated[int | None, _option("server.port", "--port")] = None,
-    data_dir: Annotated[Path | None, _option("server.data_dir", "--data-dir")] = None,
-    device: Annotated[str | None, _option("model.device", "--device")] = None,
-    engine: Annotated[list[str] | None, _option("engine.backend", "--engine")] = None,
-    device_cache: Annotated[str | None, _option("cache.device_bytes", "--device-cache")] = None,
-    host_cache: Annotated[str | None, _option("cache.host_bytes", "--host-cache")] = None,
-    disk_cache: Annotated[str | None, _option("cache.disk_bytes", "--disk-cache")] = None,
-    block_size: Annotated[int | None, _option("cache.block_size", "--block-size")] = None,
-    dtype: Annotated[str | None, _option("model.dtype", "--dtype")] = None,
-    kv_dtype: Annotated[str | None, _option("model.kv_dtype", "--kv-dtype")] = None,
-    max_running: Annotated[int | None, _option("engine.max_running", "--max-running")] = None,
-    chunk_tokens: Annotated[int | None, _option("engine.chunk_tokens", "--chunk-tokens")] = None,
+    host: Annotated[str | None, overriding("server.host", "--host")] = None,
+    port: Annotated[int | None, overriding("server.port", "--port")] = None,
+    data_dir: Annotated[Path | None, overriding("server.data_dir", "--data-dir")] = None,
+    device: Annotated[str | None, overriding("model.device", "--device")] = None,
+    engine: Annotated[list[str] | None, overriding("engine.backend", "--engine")] = None,
+    device_cache: Annotated[str | None, overriding("cache.device_bytes", "--device-cache")] = None,
+    host_cache: Annotated[str | None, overriding("cache.host_bytes", "--host-cache")] = None,
+    disk_cache: Annotated[str | None, overriding("cache.disk_bytes", "--disk-cache")] = None,
+    block_size: Annotated[int | None, overriding("cache.block_size", "--block-size")] = None,
+    dtype: Annotated[str | None, overriding("model.dtype", "--dtype")] = None,
+    kv_dtype: Annotated[str | None, overriding("model.kv_dtype", "--kv-dtype")] = None,
+    max_running: Annotated[int | None, overriding("engine.max_running", "--max-running")] = None,
+    chunk_tokens: Annotated[int | None, overriding("engine.chunk_tokens", "--chunk-tokens")] = None,
     require_keys: Annotated[
-        bool | None, _option("server.require_keys", "--require-keys/--no-require-keys")
+        bool | None, overriding("server.require_keys", "--require-keys/--no-require-keys")
     ] = None,
-    log_level: Annotated[str | None, _option("log.level", "--log-level")] = None,
+    log_level: Annotated[str | None, overriding("log.level", "--log-level")] = None,
     config: Annotated[
         Path | None, typer.Option(help="Configuration file (TOML); flags and environment win")
     ] = None,
@@ -75,12 +66,10 @@ def serve(
     Every setting can also come from --config or from the environment; `cachesvc config show` lists
     each one with its origin.
     """
-    given = {
-        each.opts[0]: context.params[each.name] for each in context.command.params if each.name
-    }
-    flags = {setting: given[flag] for flag, setting in SETTING_OF.items()}
+    flags = overridden(context)
     flags["engine.backend"] = engine or None
-    flags["model.adapters"] = _adapters(adapter) if adapter else None
+    example = "NAME=SOURCE, as in --adapter sql=./sql"
+    flags["model.adapters"] = named("--adapter", adapter or (), example) or None
     flags["engine.vllm"] = read_options(context.args, _options_of(context)) or None
     loaded = load_settings(flags, config)
     settings = loaded.settings
@@ -115,19 +104,6 @@ def _tier(name: str, asked: CacheSection, found: CacheSection) -> str:
     if not (wanted or has):
         return ""
     return f"{name} {size(has)}{f' instead of {size(wanted)}' if differs else ''}"
-
-
-def _adapters(given: list[str]) -> dict[str, str]:
-    """Sources by name, from `NAME=SOURCE`. Raises WrongOption for any other form."""
-    adapters: dict[str, str] = {}
-    for one in given:
-        name, equals, source = one.partition("=")
-        if not (name and equals and source) or name in adapters:
-            raise WrongOption(
-                f"--adapter {one}: write NAME=SOURCE, a name for each, as in --adapter sql=./sql"
-            )
-        adapters[name] = source
-    return adapters
 
 
 def _announce(
