@@ -87,7 +87,7 @@ async def unpin(request: Request, *, name: Name, by: str, why: Why) -> Document:
     """End a pin; its blocks may be evicted again."""
     if not await parts_of(request).cache.unpin(name):
         raise RecordNotFound(
-            f"there is no pin {name[:64]!r}, or it has ended; `cachesvc cache pin` lists them"
+            f"there is no pin {name[:64]!r}, or it has ended; GET /admin/api/cache/pins lists them"
         )
     await add_audit_entry(request, by, "cache.unpin", name, why=why)
     return {"name": name, "pinned": False}

@@ -61,19 +61,6 @@ def test_a_purge_says_whose_and_why_and_needs_the_server(data_dir, flags, code, 
     assert EVERY_KEY == keys(data_dir)
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ((), "one of --key, --file and --system"),
-        (("--key", "ab", "--file", "x"), "one of --key, --file and --system"),
-        (("--file", "x"), "--tenant or --group"),
-    ],
-)
-def test_a_pin_that_is_not_clear_is_asked_for_by_options(data_dir, flags, message):
-    refused = changed("pin", data_dir, "house", "--reason", "hot", "--for", "1h", *flags, code=2)
-    assert message in refused
-
-
 def test_a_pipe_that_closes_early_is_no_damage(data_dir):
     command = (
         f"import sys; sys.argv = ['cachesvc', 'cache', 'tree', '--data-dir', {str(data_dir)!r}]"

@@ -10,12 +10,16 @@ COMMANDS = {
     "tree": Command("cachesvc.cli.cache.tree:tree", "Show blocks as a tree of prefixes"),
     "verify": Command("cachesvc.cli.cache.verify:verify", "Read and check every block"),
     "purge": Command("cachesvc.cli.cache.purge:purge", "Remove every block of a tenant or group"),
-    "pin": Command("cachesvc.cli.cache.pins:pin", "Keep a prefix for a while; list and end pins"),
 }
 
 _ITSELF = "the disk leaves its file system the room that `cache.disk_reserve_bytes` names"
 _REMOVE_FOLDER = "while no server runs, its data directory's disk folder may be removed"
 REMOVED = {
+    **dict.fromkeys(
+        ("pin", "pins", "unpin"),
+        "the dashboard's explorer pins; a script asks POST /admin/api/cache/pin and unpin, and "
+        "GET /admin/api/cache/pins",
+    ),
     "big": "`cachesvc cache tree` draws the prefixes with their sizes",
     "export": "copy the data directory's disk folder while its server is stopped",
     "import": "copy the data directory's disk folder while its server is stopped",
@@ -23,9 +27,7 @@ REMOVED = {
     "evict": f"{_ITSELF}, and `cache.idle_ttl` removes the unused; {_REMOVE_FOLDER}",
     "hot": "`cachesvc cache tree --live`, which has the hits",
     "ls": "`cachesvc cache tree` draws the prefixes; --json has their keys",
-    "pins": "`cachesvc cache pin`, without a name",
     "show": "the dashboard's explorer shows a block; `cachesvc cache tree` draws its prefix",
-    "unpin": "`cachesvc cache pin NAME --end`",
 }
 
 app = lazy_group(COMMANDS, removed=REMOVED, help="Inspect and maintain the disk tier")
