@@ -3,7 +3,6 @@
 import gc
 import logging
 import os
-import shutil
 import socket
 import threading
 import time
@@ -21,16 +20,6 @@ import structlog
 
 if TYPE_CHECKING:
     from engine.operators.library import Operators
-
-# A C++ compiler that compiles what it is asked for once, and copies it later. Its last argument is
-# where that goes. Whoever asks meanwhile waits, and compiles where the first was ended.
-COMPILES_ONCE = """#!/bin/sh
-for made; do :; done
-kept=$(dirname "$0")/$(printf %s "${{*%"$made"}}" | cksum | tr ' ' -)
-exec 9>"$kept.lock" && flock 9
-[ -e "$kept" ] || {{ "{compiler}" "$@" 9>&- && mv "$made" "$kept"; }} || exit
-cp "$kept" "$made"
-"""
 
 pytest_plugins = ["tests.databases"]
 
@@ -70,26 +59,6 @@ def _no_network_and_no_home(tmp_path_factory: pytest.TempPathFactory) -> Iterato
             patch.delenv(name)
         patch.setattr(socket.socket, "connect", _connect_to_loopback)
         patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("home")))
-        yield
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The servers and nodes of all workers' tests have one build of the compiled operators. It
-    takes 8 s of a processor, and each test's folders are empty."""
-    if (compiler := shutil.which("c++")) is None or not shutil.which("flock"):
-        yield
-        return
-    apart = "PYTEST_XDIST_WORKER" in os.environ
-    base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if apart else base) / "compiler"
-    folder.mkdir(exist_ok=True)
-    program = folder / f"c++-{os.getpid()}"
-    program.write_text(COMPILES_ONCE.format(compiler=compiler))
-    program.chmod(0o755)
-    program.rename(folder / "c++")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PATH", str(folder), prepend=os.pathsep)
         yield
 
 

@@ -132,7 +132,8 @@ def test_after_kill_9_under_load_every_answer_was_paid_once(tmp_path, kills):
     seed = random.randrange(10**6)
     print(f"seed {seed}")
     save_tiny_model(tmp_path / "tiny")
-    server = ForkedServer(tmp_path, tmp_path / "tiny")
+    at_once = {"CACHESVC_CACHE__WRITE_POLICY": "write_through"}
+    server = ForkedServer(tmp_path, tmp_path / "tiny", **at_once)
     keyed, plain = server.customer("keyed", PAID), server.customer("plain", PAID)
     load = Load(server, keyed, plain, random.Random(seed))
     try:
@@ -140,6 +141,8 @@ def test_after_kill_9_under_load_every_answer_was_paid_once(tmp_path, kills):
     finally:
         server.kill()
     assert server.told("ledger", "verify")["ok"]
+    blocks = server.told("cache", "verify")
+    assert blocks["sound"] and blocks["num_blocks"] > 0
     with closing(server.store()) as store:
         check(store, load)
     print(f"{len(load.keyed)} + {len(load.plain)} answers, {load.lost} lost")

@@ -1,16 +1,14 @@
 """The program as a user runs it: the console script, the default model, signals, and a restart."""
 
-import json
 import signal
 import subprocess
-import time
-from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
 
 from tests.live_server import SCRIPT, serve
 from tests.patience import PATIENCE_S
+from tests.support.commands import told
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
@@ -25,10 +23,8 @@ def data_dir(tmp_path_factory):
     return tmp_path_factory.mktemp("data")
 
 
-def server(data_dir, write_policy="on_evict"):
-    policy = {"CACHESVC_CACHE__WRITE_POLICY": write_policy}
-    sizes = ("--data-dir", data_dir, "--disk-cache", "256MiB")
-    return serve(data_dir / "serve.log", *sizes, **policy)
+def server(data_dir):
+    return serve(data_dir / "serve.log", "--data-dir", data_dir, "--disk-cache", "256MiB")
 
 
 def ask(url, question, system=""):
@@ -44,14 +40,6 @@ def ask(url, question, system=""):
     details = usage["prompt_tokens_details"]
     assert hits == details["cached_tokens"] == sum(details["cached_tokens_details"].values())
     return answer
-
-
-def told(*arguments):
-    done = subprocess.run(
-        [SCRIPT, *map(str, arguments), "--json"], capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
 
 
 def text_of(answer):
@@ -86,46 +74,10 @@ def test_hits_come_from_the_device_then_after_a_restart_from_disk(data_dir):
         assert text_of(cold) == text_of(after)
         live = told("cache", "stats", "--data-dir", data_dir)
         assert str(process.pid) in live["server"]
-        refused = subprocess.run(
-            [SCRIPT, "serve", "--port", "0", "--data-dir", data_dir],
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
+        again = [SCRIPT, "serve", "--port", "0", "--data-dir", data_dir]
+        refused = subprocess.run(again, capture_output=True, text=True, timeout=PATIENCE_S)
         assert 1 == refused.returncode
         assert f"served by pid {process.pid}" in refused.stderr
         assert "Traceback" not in refused.stderr
-
-
-def test_after_a_kill_within_writes_nothing_corrupt_is_served_and_answers_are_right(data_dir):
-    """Blocks are written as they fill; the kill comes while a prompt's are on their way."""
-    question = "Which badge has person 5?"
-    with server(data_dir, "write_through") as (process, url):
-        before = ask(url, question, DOCUMENT)
-    for number in range(2):
-        with server(data_dir, "write_through") as (process, url), ThreadPoolExecutor(1) as pool:
-            held = told_blocks(data_dir)
-            lost = pool.submit(ask, url, question, f"Edition {number}. {DOCUMENT}")
-            wait_for_blocks(data_dir, more_than=held, lost=lost)
-            process.kill()
-            process.wait()
-            lost.exception(timeout=60)
-        assert told("cache", "verify", "--data-dir", data_dir)["sound"]
-    with server(data_dir) as (process, url):
-        after = ask(url, question, DOCUMENT)
-        assert text_of(before) == text_of(after)
-        assert tiers_of(after)["disk"] > 0
         process.send_signal(signal.SIGINT)
         assert 0 == process.wait(PATIENCE_S)
-
-
-def told_blocks(data_dir):
-    return told("cache", "stats", "--data-dir", data_dir)["num_blocks"]
-
-
-def wait_for_blocks(data_dir, *, more_than, lost):
-    """Until the first block of the running prompt is on disk, or its request has ended."""
-    for _ in range(200):
-        if lost.done() or told_blocks(data_dir) > more_than:
-            return
-        time.sleep(0.01)
