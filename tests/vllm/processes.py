@@ -32,14 +32,14 @@ def environment(num_threads, *, core_apart, first=()):
     }
 
 
-def connector(node):
+def connector(node, **more):
     """What tells vLLM to keep its blocks in a node."""
     return {
         "kv_connector": "CachesvcConnector",
         "kv_connector_module_path": "cachesvc.vllm",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"node": str(node)},
+        "kv_connector_extra_config": {"node": str(node), **more},
     }
 
 
@@ -72,9 +72,10 @@ class Engine:
     """A vLLM engine in a process of its own, with more of vLLM's options. Without `forks` its core
     is in another process, as in service, and it takes four times as long to start."""
 
-    def __init__(self, model, node, log, python=PYTHON, *, forks=None, **options):
+    def __init__(self, model, node, log, python=PYTHON, *, forks=None, weigh_loads=True, **options):
         self.log = log
-        told = ({"kv_transfer_config": connector(node)} if node else {}) | options
+        ours = {"kv_transfer_config": connector(node, weigh_loads=weigh_loads)} if node else {}
+        told = ours | options
         arguments = [str(model), json.dumps(told)]
         (asks, self._asks), (self._answers, answers) = pipe(), pipe()
         self._process = None
