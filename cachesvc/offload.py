@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from tiers.blocks.frames import Arena, Frame
 from tiers.blocks.keys import BlockId, PrefixKey, child_key
-from tiers.blocks.layout import DTYPES, BlockLayout, LayerLayout
+from tiers.blocks.layout import ITEM_BYTES, BlockLayout, LayerLayout
 from tiers.disk.guest import GuestTier
 from tiers.disk.open import open_disk
 from tiers.disk.settings import DiskSettings
@@ -55,8 +55,8 @@ def check_options(
 
 def opaque_layout(num_bytes: int, dtype: str) -> BlockLayout:
     """A record of opaque bytes, of numbers as large as those of `dtype`. Raises ValueError."""
-    name = dtype if dtype in DTYPES else "float16"
-    size, rest = divmod(num_bytes, DTYPES[name].itemsize)
+    name = dtype if dtype in ITEM_BYTES else "float16"
+    size, rest = divmod(num_bytes, ITEM_BYTES[name])
     if rest or not size:
         raise ValueError(f"the cachesvc tier cannot be used: {num_bytes} bytes are no {name}")
     return BlockLayout((LayerLayout(1, size, size, shared=True, rows=1),), 1, name)

@@ -74,10 +74,11 @@ def serve(
             contextlib.ExitStack() as service_open,
         ):
             with contextlib.ExitStack() as lean:
-                with startup.during("importing torch"), _importing():
+                with startup.during("importing" if at_url else "importing torch"), _importing():
                     if not (over_vllm or at_url):
                         lean.enter_context(without_training())
-                    from cachesvc.server.compute import prepare_each  # torch, seconds of it
+                        import cachesvc.server.compute  # noqa: F401  torch, seconds of it
+                    from cachesvc.server.engines import prepare_each
                 with startup.during(f"loading {names}"):
                     # Not in a `with`: Ctrl-C would wait for the model, or for a compiler.
                     thread = ThreadPoolExecutor(1, thread_name_prefix="cachesvc-prepare")

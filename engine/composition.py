@@ -20,9 +20,9 @@ from engine.engine import Engine
 from engine.execution.runner import ModelRunner
 from engine.garbage import freeze_loaded, thaw
 from engine.grammar.compiler import GrammarCompiler, compiler_for
-from engine.hardware import run_apart
 from engine.models.arithmetic import processor_name
 from engine.models.load import LoadedModel
+from engine.openmp import run_apart
 from engine.promise import Promise
 from engine.request import SamplingParams, StepOutput
 from engine.settings import EngineSettings

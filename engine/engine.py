@@ -14,7 +14,6 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from engine.answers import STEP_FAILED, Answers
@@ -27,9 +26,9 @@ from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import SequenceState
 from engine.scheduling.states import StateRunner
 from engine.settings import EngineSettings
+from engine.stats import EngineStats
 from tiers.cache import TieredCache
 from tiers.operations.face import BlockOperations
-from tiers.stats import CacheStats
 
 logger = logging.getLogger(__name__)
 
@@ -50,41 +49,6 @@ class Runner(StateRunner, Protocol):
     def probe(self) -> None:
         """Raises if the model can no longer compute anything. Changes no KV."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class EngineUse:
-    """How an engine at a URL does. Tokens are of prompts that it completed; `errors` are
-    requests."""
-
-    url: str
-    is_up: bool
-    num_in_flight: int
-    prompt_tokens: int
-    hit_tokens: int
-    errors: int
-    model: str = ""  # that clients name
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """A snapshot of the engine, taken between steps."""
-
-    num_running: int
-    num_waiting: int
-    num_loading: int
-    num_preemptions: int
-    num_steps: int
-    prompt_tokens_computed: int
-    jumped_tokens: int  # forced by a grammar, each saving a decode step
-    cache: CacheStats
-    failed: str | None = None
-    engines: tuple[EngineUse, ...] = ()  # those elsewhere that compute
-
-    @property
-    def are_away(self) -> bool:
-        """No engine answers."""
-        return bool(self.engines) and not any(each.is_up for each in self.engines)
 
 
 class Engine:

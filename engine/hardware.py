@@ -1,8 +1,6 @@
 """This machine's hardware for computing. Read at start-up, on any thread."""
 
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +14,6 @@ CPU_COPIES_BYTES = 2 << 30  # of working copies of sequences' KV
 STEP_BYTES = 2 << 30  # of a GPU, reserved for the memory that steps need
 CPU_STEP_TOKENS = 512  # of prompts in a step
 GPU_STEP_TOKENS = 2048  # so that the arithmetic of a step outlasts its launches (DESIGN)
-T = TypeVar("T")
 
 
 def default_dtype(device: str) -> str:
@@ -77,18 +74,6 @@ def spare_bytes(device: str) -> int:
             f"--device-cache a size"
         )
     return spare
-
-
-def run_apart(work: Callable[[], T]) -> T:
-    """Run `work` on a thread of its own. The thread and its team of arithmetic threads end with the
-    work.
-
-    If several threads have a team each, libgomp counts more threads than processors. Then each
-    region of each team ends in sleep instead of spinning (docs/measurements, "Threads"). So only
-    the engine thread keeps a team.
-    """
-    with ThreadPoolExecutor(1, thread_name_prefix="cachesvc-load") as thread:
-        return thread.submit(work).result()
 
 
 def upload(values: NDArray[Any], device: torch.device) -> torch.Tensor:

@@ -7,8 +7,10 @@ follows the quota all the same (`engine.execution.team`). No torch here.
 
 import math
 import os
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 from engine import cgroups
 
@@ -16,6 +18,7 @@ from engine import cgroups
 # processors: about 1 ms on Intel, where a look takes 140 cycles, and half of it on AMD. libgomp's
 # own 300,000 outlast the turn that a system gives a process (docs/measurements, "Threads").
 SPINS = "20000"
+T = TypeVar("T")
 
 
 def configure(environ: MutableMapping[str, str]) -> None:
@@ -58,3 +61,15 @@ def _quota(folder: Path) -> float | None:
         return int(quota) / int(period) if quota not in ("max", "-1") else None
     except (OSError, ValueError):
         return None
+
+
+def run_apart(work: Callable[[], T]) -> T:
+    """Run `work` on a thread of its own. The thread and its team of arithmetic threads end with the
+    work.
+
+    If several threads have a team each, libgomp counts more threads than processors. Then each
+    region of each team ends in sleep instead of spinning (docs/measurements, "Threads"). So only
+    the engine thread keeps a team.
+    """
+    with ThreadPoolExecutor(1, thread_name_prefix="cachesvc-load") as thread:
+        return thread.submit(work).result()

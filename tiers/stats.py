@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tiers.operations.operations import GroupUse
+from tiers.policy.quota import GroupUse
 from tiers.telemetry.events import CacheEvent
 from tiers.telemetry.transfers import Lane, TransferStats
 from tiers.tier import TierName, TierStats

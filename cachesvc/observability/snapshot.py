@@ -15,7 +15,7 @@ from billing.group_commit import LedgerStats
 from tiers.tier import ShardStats
 
 if TYPE_CHECKING:
-    from engine.engine import EngineStats
+    from engine.stats import EngineStats
     from tiers.stats import CacheStats
 
 Counters = Mapping[tuple[str, tuple[str, ...]], float]

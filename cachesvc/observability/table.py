@@ -25,7 +25,7 @@ from tiers.tier import MEMORY, Cause, TierName, TierStats
 
 if TYPE_CHECKING:
     from tiers.node.counters import NodeCounters
-    from tiers.operations.operations import GroupUse
+    from tiers.policy.quota import GroupUse
     from tiers.stats import CacheStats
 
 Kind = Literal["counter", "gauge", "histogram"]

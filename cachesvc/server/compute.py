@@ -3,9 +3,8 @@
 Used by the server and by `cachesvc bench`. `engine.composition` joins the parts.
 """
 
-import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,13 +13,14 @@ from cachesvc.config.places import disk_path, models_path, states_path
 from cachesvc.config.sections import CacheSection, EngineSection, ModelSection
 from cachesvc.config.settings import Settings
 from cachesvc.operator.scopes import other_arithmetics
-from cachesvc.server.backend import Backend, Deliver, MakeBackend
+from cachesvc.server.backend import Deliver, MakeBackend
 from cachesvc.server.memory import of_server, warn_of_limit
 from cachesvc.server.remote import remote_settings
 from engine.composition import Core, compose
 from engine.errors import ModelError
-from engine.hardware import default_step_tokens, pick_device, run_apart, spare_bytes
+from engine.hardware import default_step_tokens, pick_device, spare_bytes
 from engine.models.load import LoadedModel, load_adapter, load_model
+from engine.openmp import run_apart
 from engine.promise import Equal, Promise
 from engine.scheduling.settings import SchedulerSettings
 from engine.settings import EngineSettings
@@ -42,62 +42,19 @@ Progress = Callable[[str, float], None]
 # Number of LMDB files in a new disk tier, at most one per GiB. An existing tier keeps its number.
 NEW_SHARDS = 2
 
-TIER_SIZES = ("device_bytes", "host_bytes", "disk_bytes")  # settings of this process's own tiers
-
 logger = logging.getLogger(__name__)
 
 
 def prepare(settings: Settings, progress: Progress | None = None) -> tuple[Settings, MakeBackend]:
-    """Does the slow work before the tiers are opened: loads the model, or starts vLLM's node.
-
-    Returns the settings with what depends on the device filled in. Raises ModelError or
-    ConfigError, with the reason.
-    """
-    if settings.engine.backend != "embedded":
-        from cachesvc.server.relay.core import build as build_relay
-        from cachesvc.server.vllm.elsewhere import build as build_elsewhere
-
-        passes = _passes(settings.engine)
-        elsewhere = _sized(settings, "cpu")  # on a GPU vLLM sizes its own cache
-        if settings.engine.urls:
-            none = settings.cache.model_copy(update=dict.fromkeys(TIER_SIZES, 0))
-            elsewhere = settings.model_copy(update={"cache": none})
-            if settings.model.exact == "always":
-                raise ModelError(
-                    "model.exact is always, but nothing is promised of an engine at a URL"
-                )
-
-        def make_elsewhere(on_outputs: Deliver, *_: object) -> Backend:
-            if passes:
-                return build_relay(elsewhere, on_outputs)
-            return build_elsewhere(elsewhere, on_outputs, progress)
-
-        return elsewhere, make_elsewhere
+    """Loads the model, and fills in what depends on its device."""
     loaded = load(settings.model, settings.server.data_dir, progress)
-    sized = _sized(settings, loaded.device)
-    warn_of_limit(of_server(sized.cache, on_gpu=loaded.device != "cpu"))
-    return sized, over(loaded, sized)
+    filled = sized(settings, loaded.device)
+    warn_of_limit(of_server(filled.cache, on_gpu=loaded.device != "cpu"))
+    return filled, over(loaded, filled)
 
 
-def prepare_each(
-    each: Sequence[Settings], progress: Progress | None = None
-) -> list[tuple[Settings, MakeBackend]]:
-    """The same for each of several models."""
-    return [prepare(one, progress) for one in each]
-
-
-def _passes(engine: EngineSection) -> bool:
-    """Whether requests pass to the engine as they are: if its user says so, or if it takes no
-    tokens."""
-    if engine.is_relay or not engine.urls:
-        return engine.is_relay
-    from engine.remote.find import is_no_token_engine
-
-    url, key = engine.urls[0], engine.key.get_secret_value()
-    return run_apart(lambda: asyncio.run(is_no_token_engine(url, key)))
-
-
-def _sized(settings: Settings, device: str) -> Settings:
+def sized(settings: Settings, device: str) -> Settings:
+    """The settings with sizes that depend on the device."""
     cache = settings.cache
     if not cache.device_bytes:
         cache = cache.model_copy(update={"device_bytes": spare_bytes(device)})

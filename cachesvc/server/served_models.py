@@ -8,7 +8,7 @@ import cachesvc
 from api.served_model import ServedModel
 from cachesvc.config.sections import ModelSection
 from cachesvc.server.backend import Backend
-from engine.engine import EngineStats
+from engine.stats import EngineStats
 
 CONTENTS = ("weights", "tokenizer", "adapter", "layout", "arithmetic")  # of a scope, as digests
 

@@ -11,7 +11,7 @@ from math import lcm, prod
 from typing import Any
 
 from cachesvc.model_files import UnsupportedKv
-from tiers.blocks.layout import DTYPES, BlockLayout
+from tiers.blocks.layout import ITEM_BYTES, BlockLayout
 from tiers.node.messages import describe_layout, described_layout, engine_layout, state_layout
 
 
@@ -109,7 +109,7 @@ def _group(number: int, spec: Any, layers: tuple[str, ...], speculates: bool) ->
 def _tokens(spec: Any, num_layers: int) -> BlockLayout:
     """A block's layout for the tiers. Only the engine knows which bytes are K and which V."""
     dtype = _dtype(spec.dtype)
-    token_bytes = spec.block_size * DTYPES[dtype].itemsize
+    token_bytes = spec.block_size * ITEM_BYTES[dtype]
     page_bytes = getattr(spec, "real_page_size_bytes", spec.page_size_bytes)
     token_items, rest = divmod(page_bytes, token_bytes)
     if rest:
@@ -122,7 +122,7 @@ def _states(spec: Any, num_layers: int) -> BlockLayout:
     sizes = [prod(shape) for shape in spec.shapes]
     dtype = _dtype(spec.dtypes[-1])  # the recurrent one, by far the largest
     num_bytes = sum(n * each.itemsize for n, each in zip(sizes, spec.dtypes, strict=True))
-    items, rest = divmod(num_bytes, DTYPES[dtype].itemsize)
+    items, rest = divmod(num_bytes, ITEM_BYTES[dtype])
     if rest:
         raise UnsupportedKv(f"a state of {num_bytes} bytes is not a whole number of {dtype}")
     return state_layout(num_layers, items, spec.block_size, dtype)
@@ -130,6 +130,6 @@ def _states(spec: Any, num_layers: int) -> BlockLayout:
 
 def _dtype(dtype: Any) -> str:
     name = str(dtype).removeprefix("torch.")
-    if name not in DTYPES:
+    if name not in ITEM_BYTES:
         raise UnsupportedKv(f"KV of dtype {name} is not served; use --kv-cache-dtype auto")
     return name

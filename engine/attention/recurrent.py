@@ -22,7 +22,7 @@ from torch import nn
 from engine.attention.base import AttentionCall, PagedAttention
 from engine.attention.states import is_short_conv
 from engine.batch import Span
-from tiers.blocks.layout import DTYPES, StateTensor
+from tiers.blocks.layout import ITEM_BYTES, StateTensor, torch_dtype
 
 
 class StateName(NamedTuple):
@@ -39,7 +39,7 @@ State = Mapping[StateName, torch.Tensor]
 
 def tensors_of(state: State) -> tuple[StateTensor, ...]:
     """What a state consists of, in the order of a checkpoint."""
-    names = {dtype: name for name, dtype in DTYPES.items()}
+    names = {torch_dtype(name): name for name in ITEM_BYTES}
     return tuple(
         StateTensor(*name, tuple(state[name].shape[1:]), names[state[name].dtype])
         for name in sorted(state)
@@ -53,7 +53,7 @@ def state_views(
     memory = slot.view(-1).view(torch.uint8)
     views, first = {}, 0
     for tensor in tensors:
-        dtype, count = DTYPES[tensor.dtype], prod(tensor.shape)
+        dtype, count = torch_dtype(tensor.dtype), prod(tensor.shape)
         own = memory[first : first + count * dtype.itemsize].view(dtype).view(1, *tensor.shape)
         views[StateName(tensor.layer, tensor.kind, tensor.number)] = own
         first += tensor.nbytes

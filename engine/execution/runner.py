@@ -31,7 +31,7 @@ from engine.hardware import upload
 from engine.models.load import LoadedModel
 from engine.models.packing import MIN_ROWS, fewest_rows
 from engine.request import SamplingParams, TokenLogprob
-from tiers.blocks.layout import DTYPES, LayerLayout
+from tiers.blocks.layout import LayerLayout, torch_dtype
 from tiers.blocks.lazy_memory import LazyMemory
 
 logger = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ class ModelRunner:
         self._fewest_rows = MIN_ROWS
         self._vocab_size = loaded.vocab_size
         self._device = torch.device(loaded.device)
-        picked = attention or pick_attention(pool, loaded.layers, DTYPES[loaded.dtype], owners)
+        picked = attention or pick_attention(pool, loaded.layers, torch_dtype(loaded.dtype), owners)
         self._picked = picked
         self._on_cpu = picked if isinstance(picked, CpuAttention) else None
         self._attention: PagedAttention = picked

@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 from engine.errors import AdapterError
 from engine.models.files import GIVE_ADAPTER, locate_adapter
 from engine.models.packing import PackedLinear
-from tiers.blocks.layout import DTYPES
+from tiers.blocks.layout import torch_dtype
 
 _PREFIX = "base_model.model."  # prefix of a wrapped model's modules in peft
 _A, _B = ".lora_A.weight", ".lora_B.weight"
@@ -72,8 +72,8 @@ def load_adapter(
 ) -> Adapter:
     """Read the adapter from the folder or hub id `source`, for a model with these `linear_shapes`.
 
-    `dtype` is the model's, from `tiers.blocks.layout.DTYPES`. Raises AdapterError, with the reason,
-    if files are missing or broken, if the shapes are another model's, or if it is not plain LoRA.
+    `dtype` is the model's, from the layout's `ITEM_BYTES`. Raises AdapterError, with the reason, if
+    files are missing or broken, if the shapes are another model's, or if it is not plain LoRA.
     """
     config, tensors = _read(name, source)
     _refuse_unserved(name, config)
@@ -84,8 +84,8 @@ def load_adapter(
         _check_pair(name, module_name, a, b, shapes.get(module_name), config)
         scale = _scale(name, module_name, a.shape[0], config)
         updates[module_name] = LowRank(
-            a.to(device, DTYPES[dtype]).contiguous(),
-            (b.float() * scale).to(device, DTYPES[dtype]).contiguous(),
+            a.to(device, torch_dtype(dtype)).contiguous(),
+            (b.float() * scale).to(device, torch_dtype(dtype)).contiguous(),
         )
     return Adapter(name, source, _digest(updates), updates)
 

@@ -49,7 +49,7 @@ from engine.operators.library import BUILT, Operators
 from engine.promise import Equal, Promise
 from engine.request import SamplingParams
 from engine.text.tokenizer import Tokenizer
-from tiers.blocks.layout import DTYPES, BlockLayout, LayerLayout, sized_layout
+from tiers.blocks.layout import ITEM_BYTES, BlockLayout, LayerLayout, sized_layout, torch_dtype
 
 logger = logging.getLogger(__name__)
 
@@ -137,7 +137,7 @@ def load_model(
 ) -> LoadedModel:
     """Load the model `name`: an alias, a folder (safetensors or GGUF), a GGUF file, or a hub id.
 
-    `dtype` is a name from `tiers.blocks.layout.DTYPES`, or "auto" (see `default_dtype`). A GGUF
+    `dtype` is a name from `tiers.blocks.layout.ITEM_BYTES`, or "auto" (see `default_dtype`). A GGUF
     file is converted once into `cache_dir`. `progress(what, fraction)` is called during slow work.
     Raises ModelError, with the reason, for a model that cannot be served.
     """
@@ -146,8 +146,8 @@ def load_model(
         dtype = default_dtype(device)
     elif dtype == "bfloat16" and default_dtype(device) == "float16":
         raise ModelError("this GPU does not multiply bfloat16; run with --dtype float16")
-    if dtype not in DTYPES:
-        raise ModelError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}, auto")
+    if dtype not in ITEM_BYTES:
+        raise ModelError(f"dtype {dtype!r} is not one of {', '.join(ITEM_BYTES)}, auto")
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()  # what it warns of is refused here
     if is_on_hub(name):
@@ -164,7 +164,7 @@ def load_model(
         if _may_fuse(device, dtype):
             kept = NarrowFile(cache_dir, content, operators.key, replaces_bytes=num_bytes)
     tokenizer = load_tokenizer(folder)
-    model = _load_weights(folder, config, DTYPES[dtype], device)
+    model = _load_weights(folder, config, torch_dtype(dtype), device)
     if is_text_of(model.config):
         drop_towers(model)
     if operators is not None and operators.is_compiling:

@@ -16,13 +16,13 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
 
-from engine.engine import EngineStats
 from engine.errors import EngineFailed
 from engine.intake import Intake
 from engine.remote.requests import PromptReports, RemoteRequests
 from engine.remote.upstreams import Upstream, Upstreams
 from engine.request import FinishReason, Request, StepOutput
 from engine.settings import EngineSettings
+from engine.stats import EngineStats
 from tiers.operations.face import CacheOperations
 from tiers.stats import CacheStats
 

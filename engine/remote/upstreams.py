@@ -10,12 +10,12 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from engine.engine import EngineUse
 from engine.errors import RemoteAway, RemoteBusy, RemoteFault
 from engine.remote.client import EngineHttp
 from engine.remote.metrics import counters_in
 from engine.remote.protocol import Protocol
 from engine.request import TokenCounts
+from engine.stats import EngineUse
 from tiers.remote.breaker import StoreBreaker
 
 logger = logging.getLogger(__name__)

@@ -7,12 +7,14 @@ a message has no outline, because a user could write the same words.
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from engine.errors import RequestError
-from engine.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from engine.text.tokenizer import Tokenizer  # transformers
 
 WORDS = ("alpha", "bravo", "charlie", "delta")  # contents that no template contains
 SAMPLES = (
@@ -25,7 +27,7 @@ SAMPLES = (
 class Outline:
     """Finds the messages in one model's prompts. Immutable once it has learned. Any thread."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: "Tokenizer") -> None:
         self._tokenizer = tokenizer
 
     def __call__(self, tokens: Sequence[int]) -> list[tuple[str, int]]:

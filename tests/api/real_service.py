@@ -6,7 +6,7 @@ import httpx
 
 from cachesvc.config.settings import main_of
 from cachesvc.config.sources import load_settings
-from cachesvc.server import compute
+from cachesvc.server import engines
 from cachesvc.server.listen import make_data_dir
 from cachesvc.server.money import open_money
 from cachesvc.service import Service
@@ -32,7 +32,7 @@ def real_service(data_dir, model, **more):
     with contextlib.closing(open_money(settings)) as money:
         each = settings.each()
         main = main_of(each)
-        makers = compute.prepare_each(each)
+        makers = engines.prepare_each(each)
         with contextlib.closing(Service(makers, main, money, EventStream())) as service:
             app = service.app(money.start(service.metrics.observe_bill))
             for serving in service.servings:

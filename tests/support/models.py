@@ -23,7 +23,7 @@ from engine.models.load import LoadedModel, describe
 from engine.operators.library import Operators
 from engine.request import SamplingParams
 from engine.text.tokenizer import Tokenizer
-from tiers.blocks.layout import DTYPES
+from tiers.blocks.layout import torch_dtype
 
 EOS, IM_START = 256, 257
 VOCAB_SIZE = 258  # 256 bytes, <|im_end|>, <|im_start|>
@@ -105,7 +105,7 @@ def tiny_model(
     Gemma 2 with capped scores.
     """
     contents = f"tiny-{architecture}-{seed}" + ("" if dtype == "float32" else f"-{dtype}")
-    model = stock_model(architecture, seed).to(DTYPES[dtype])
+    model = stock_model(architecture, seed).to(torch_dtype(dtype))
     return described(f"tiny-{architecture}", model, contents=contents)
 
 

@@ -298,11 +298,11 @@ def test_ctrl_c_does_not_wait_for_a_model_that_loads(tmp_path):
         "import os, signal, sys, time\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # ignored in the background
         "from cachesvc import cli\n"
-        "from cachesvc.server import compute\n"
+        "from cachesvc.server import engines\n"
         "def prepare(*_):\n"
         "    os.kill(os.getpid(), signal.SIGINT)\n"
         "    time.sleep(60)\n"
-        "compute.prepare = prepare\n"
+        "engines.prepare = prepare\n"
         f"sys.argv = ['cachesvc', 'serve', '--port', '0', '--data-dir', {str(tmp_path)!r}]\n"
         "cli.main()"
     )

@@ -1,7 +1,11 @@
 """What of torch a server does not import, and that it is whole for whoever does."""
 
+import json
+
 from tests.children import ran
 from tests.support.models import save_tiny_model
+from tests.support.stand_in import served
+from tests.support.upstream import CHAT, UpstreamServer, body
 
 CODE = """
 import sys
@@ -46,6 +50,45 @@ config = stand_in.config  # a newer transformers may ask for more
 import torch._dynamo
 assert torch._dynamo is not stand_in and config is torch._dynamo.config
 """
+
+RELAY = """
+import json, os, signal, sys, threading, urllib.request
+from cachesvc.config.sources import load_settings
+from cachesvc.serve import serve
+
+def ask(url, body=None):
+    sent = urllib.request.Request(url, body, {"content-type": "application/json"})
+    with urllib.request.urlopen(sent) as answer:
+        return answer.read().decode()
+
+def visit(url):
+    try:
+        ask(url + "/health/ready")
+        for name in ("one", "two"):
+            asked = json.loads(sys.argv[3]) | {"model": name}
+            answer = json.loads(ask(url + sys.argv[2], json.dumps(asked).encode()))
+            assert answer["usage"]["prompt_tokens"] == 100
+        assert "cachesvc_engine_up" in ask(url + "/metrics")
+        print([name for name in ("torch", "transformers", "tokenizers") if name in sys.modules])
+    finally:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+def ready(settings, url, link):
+    threading.Thread(target=visit, args=(url,)).start()
+
+relays = [
+    {"name": name, "engine": f"openai+{sys.argv[1]}", "vllm": {"max-model-len": 4000}}
+    for name in ("one", "two")
+]
+settings = {"server.data_dir": sys.argv[4], "server.port": 0, "models": relays}
+serve(load_settings(settings).settings, on_ready=ready)
+"""
+
+
+def test_a_server_before_endpoints_alone_imports_no_torch_and_no_tokenizers(tmp_path):
+    with served(UpstreamServer()) as up:
+        printed = ran(RELAY, up.url, CHAT, json.dumps(body(CHAT)), tmp_path / "data")
+    assert "[]" == printed.splitlines()[-1], printed
 
 
 def test_a_server_imports_no_compiler_and_no_tensors_over_many_devices(tmp_path):

@@ -7,8 +7,8 @@ from cachesvc.observability.latency import NAMES, Latencies
 from cachesvc.observability.metrics import Metrics, hit_class
 from cachesvc.observability.snapshot import MoneyStats, Sources, TenantMoney, cache_state
 from cachesvc.observability.table import METRICS
-from engine.engine import EngineStats, EngineUse
 from engine.request import FinishReason, Lookup, StepOutput, Timeline, TokenCounts
+from engine.stats import EngineStats, EngineUse
 from tiers.errors import MissReason
 from tiers.operations.operations import GroupUse
 from tiers.stats import CacheStats

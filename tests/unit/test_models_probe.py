@@ -13,7 +13,7 @@ from engine.models import probe
 from engine.models.probe import prepare
 from engine.models.rope import fix_tables
 from tests.support.models import ARCHITECTURES, stock_model
-from tiers.blocks.layout import DTYPES, LayerLayout
+from tiers.blocks.layout import LayerLayout, torch_dtype
 
 
 @pytest.fixture(autouse=True)
@@ -141,7 +141,7 @@ def test_dynamic_rope_is_one_table_as_far_as_the_context_goes():
     ],
 )
 def test_a_deep_model_in_half_precision_may_round_more(dtype, rounding, moved, refused):
-    model = stock_model("llama", 0).to(DTYPES[dtype])
+    model = stock_model("llama", 0).to(torch_dtype(dtype))
     expected = torch.tensor([[1.0, -0.5], [0.25, 0.5]])
     actual = expected + torch.tensor([[0.0, moved], [0.0, 0.0]])
     with pytest.raises(ModelError, match="other") if refused else nullcontext():

@@ -4,18 +4,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
-from typing import NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
-import torch
 import xxhash
 
 from tiers.blocks.part import Part
 
-DTYPES: dict[str, torch.dtype] = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-}
+if TYPE_CHECKING:
+    import torch  # a server before endpoints has no use for it
+
+ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}  # by the name of a dtype
 
 
 # A block costs the same whatever its bytes: 700 of Python, a lookup, a copy and a record, of which
@@ -63,7 +61,7 @@ class LayerLayout:
 
 
 class StateTensor(NamedTuple):
-    """One tensor of a sequence's recurrent state. `dtype` is a name from `DTYPES`."""
+    """One tensor of a sequence's recurrent state. `dtype` is a name from `ITEM_BYTES`."""
 
     layer: int
     kind: str
@@ -73,7 +71,7 @@ class StateTensor(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        return -(-prod(self.shape) * DTYPES[self.dtype].itemsize // 16) * 16
+        return -(-prod(self.shape) * ITEM_BYTES[self.dtype] // 16) * 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +83,7 @@ class BlockLayout:
 
     If all layers have parts of one shape, `shape` has an axis for each dimension. For most models
     it is `[num_layers, 2, block_size, num_kv_heads, head_dim]`, with (key, value) on axis 1.
-    Otherwise it is flat. `dtype` is a name from `DTYPES`.
+    Otherwise it is flat. `dtype` is a name from `ITEM_BYTES`.
 
     `states` are the recurrent states of a sequence, which blocks do not hold. If there are any, a
     prefix can be resumed only where a checkpoint of them was taken.
@@ -114,8 +112,8 @@ class BlockLayout:
         return (self._items,)
 
     @property
-    def torch_dtype(self) -> torch.dtype:
-        return DTYPES[self.dtype]
+    def torch_dtype(self) -> "torch.dtype":
+        return torch_dtype(self.dtype)
 
     @property
     def token_nbytes(self) -> int:
@@ -124,13 +122,13 @@ class BlockLayout:
 
     @property
     def nbytes(self) -> int:
-        return self._items * self.torch_dtype.itemsize
+        return self._items * ITEM_BYTES[self.dtype]
 
     @property
     def lasting_nbytes(self) -> int:
         """Leading bytes of a block that belong to layers without a window."""
         lasting = [layer for layer in self.layers if layer.window is None]
-        return sum(e.items(self.block_size) for e in lasting) * self.torch_dtype.itemsize
+        return sum(e.items(self.block_size) for e in lasting) * ITEM_BYTES[self.dtype]
 
     @property
     def has_states(self) -> bool:
@@ -146,7 +144,7 @@ class BlockLayout:
     def checkpoint(self) -> "BlockLayout":
         """The layout of a checkpoint of all states, which belongs to the block before it."""
         assert self.states
-        size = sum(state.nbytes for state in self.states) // DTYPES["float32"].itemsize
+        size = sum(state.nbytes for state in self.states) // ITEM_BYTES["float32"]
         return BlockLayout((LayerLayout(1, size, size, True, rows=1),), self.block_size, "float32")
 
     def part_nbytes(self, part: Part) -> int:
@@ -196,6 +194,15 @@ class BlockLayout:
         return sum(layer.items(self.block_size) for layer in self.layers)
 
 
+def torch_dtype(name: str) -> "torch.dtype":
+    """The dtype of a name from `ITEM_BYTES`."""
+    import torch
+
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype), name
+    return dtype
+
+
 def sized_layout(
     layers: tuple[LayerLayout, ...],
     dtype: str,
@@ -226,7 +233,7 @@ def block_size_of(num_items: int, layers: Sequence[LayerLayout]) -> int:
     return (num_items - states) // each if each else 0
 
 
-def part_views(blocks: torch.Tensor, layers: Sequence[LayerLayout]) -> list[list[torch.Tensor]]:
+def part_views(blocks: "torch.Tensor", layers: Sequence[LayerLayout]) -> "list[list[torch.Tensor]]":
     """Each layer's parts as `[num_blocks, block_size, num_heads, dim]`, over the same memory; a
     state has its rows in place of `block_size`.
 

@@ -11,15 +11,17 @@ block has are facts: how many need it, whether an operator pinned it. Engine thr
 """
 
 from enum import IntEnum
-from typing import Union
+from typing import TYPE_CHECKING, Union
 
 from tiers.blocks.chain import Chain
-from tiers.blocks.frames import Frame
 from tiers.blocks.keys import BlockId, PrefixKey
 from tiers.blocks.packing import num_packed, pack, unpack
 from tiers.blocks.part import Part
 from tiers.errors import MissReason
 from tiers.policy.policy import Use
+
+if TYPE_CHECKING:
+    from tiers.blocks.frames import Frame  # torch
 
 NEVER_USED = Use(time_s=0.0)
 NO_TOKENS = pack(b"")

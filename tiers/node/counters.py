@@ -6,7 +6,7 @@ from typing import Any
 
 from tiers.errors import MissReason
 from tiers.node.messages import TIERS
-from tiers.operations.operations import GroupUse
+from tiers.policy.quota import GroupUse
 from tiers.telemetry.events import CacheEvent
 from tiers.tier import ShardStats, TierName, TierStats
 

@@ -29,7 +29,7 @@ from itertools import pairwise
 from typing import Any
 
 from tiers.blocks.keys import TOKEN_BYTES, BlockId, PrefixKey, block_ids
-from tiers.blocks.layout import DTYPES, BlockLayout, LayerLayout
+from tiers.blocks.layout import ITEM_BYTES, BlockLayout, LayerLayout
 from tiers.errors import NodeError
 from tiers.tier import TierName
 from tiers.transfer.economy import CostLine
@@ -111,7 +111,7 @@ def described_layout(fields: Any) -> BlockLayout:
     for name, most in sizes.items():
         if type(fields[name]) is not int or not 0 < fields[name] <= most:
             raise NodeError(f"{name} of a block layout is {fields[name]!r}; at most {most}")
-    if not isinstance(fields["dtype"], str) or fields["dtype"] not in DTYPES:
+    if not isinstance(fields["dtype"], str) or fields["dtype"] not in ITEM_BYTES:
         raise NodeError(f"blocks of dtype {fields['dtype']!r} cannot be served")
     return state_layout(**fields) if is_state else engine_layout(**fields)
 

@@ -5,12 +5,14 @@ Below memory stands one tier, and only its writer thread changes it.
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from tiers.blocks.keys import BlockId, PrefixKey
-from tiers.memory.residency import Residency
 from tiers.tier import ManagedTier, Removed
 from tiers.transfer.mover import Mover, WriterTask
+
+if TYPE_CHECKING:
+    from tiers.memory.residency import Residency  # torch
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -31,7 +33,7 @@ def purge_below(tier: ManagedTier, roots: frozenset[PrefixKey]) -> tuple[Removed
 
 
 def trace(
-    residency: Residency, mover: Mover | None, keys: Sequence[PrefixKey]
+    residency: "Residency", mover: Mover | None, keys: Sequence[PrefixKey]
 ) -> "Future[dict[PrefixKey, BlockId]]":
     """The identity of these blocks and of all before them, as far as they are held."""
     found: dict[PrefixKey, BlockId] = {}
@@ -46,7 +48,7 @@ def trace(
     return ask_writer(mover, trace_below, found) if any(missing) else done(found)
 
 
-def _in_memory(residency: Residency) -> Callable[[PrefixKey], BlockId | None]:
+def _in_memory(residency: "Residency") -> Callable[[PrefixKey], BlockId | None]:
     def identity(key: PrefixKey) -> BlockId | None:
         block = residency.index.get(key)
         return block.identity() if block is not None else None

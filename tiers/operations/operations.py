@@ -3,7 +3,6 @@
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
 
 from tiers.blocks.chain import Chain, KeyedPrefix
@@ -16,23 +15,13 @@ from tiers.operations.below import ask_writer, done, then, trace
 from tiers.operations.evictions import Evictions
 from tiers.operations.pins import Keeper
 from tiers.operations.purge import Purger, with_checkpoints
-from tiers.policy.quota import Quotas
+from tiers.policy.quota import GroupUse, Quotas
 from tiers.policy.retention import Pin, PinError, PinKind
 from tiers.tier import ManagedTier, Purged, TierName
 from tiers.transfer.demotion import Demoter
 from tiers.transfer.mover import Mover
 
 AT_END = 2  # last blocks of a pinned prefix: a prompt's checkpoint is after one of them
-
-
-@dataclass(frozen=True, slots=True)
-class GroupUse:
-    """What one group has in one tier. `group` is None for all owners without a quota."""
-
-    tier: TierName
-    group: str | None
-    used_bytes: int
-    share_bytes: int
 
 
 class TierOperations:

@@ -11,12 +11,24 @@ Each `Quotas` belongs to one thread; any thread may use `QuotaShares`.
 
 import threading
 from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
 from typing import Generic
 
 from tiers.errors import ConfigurationError
 from tiers.policy.policy import K, Policy, Use
+from tiers.tier import TierName
 
 COMMON = None  # the group of all tenants without their own quota
+
+
+@dataclass(frozen=True, slots=True)
+class GroupUse:
+    """What one group has in one tier. `group` is None for all owners without a quota."""
+
+    tier: TierName
+    group: str | None
+    used_bytes: int
+    share_bytes: int
 
 
 class QuotaShares:

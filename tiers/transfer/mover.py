@@ -14,13 +14,15 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import compress
 from queue import Empty, SimpleQueue
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from tiers.blocks.frames import Frame
 from tiers.blocks.keys import BlockId, PrefixKey
 from tiers.errors import MissReason
 from tiers.tier import Age, Loaded, ManagedTier, TierName
 from tiers.transfer.niceness import be_nice
+
+if TYPE_CHECKING:
+    from tiers.blocks.frames import Frame  # torch
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +82,7 @@ class LoadJob:
     """Fill `frames` with the blocks `ids`. The frames belong to this job until it is done."""
 
     ids: Sequence[BlockId]
-    frames: Sequence[Frame]
+    frames: "Sequence[Frame]"
     loaded: Loaded = NOTHING
     seconds: float = 0.0
     done: bool = False
@@ -99,7 +101,7 @@ class StoreJob:
     """Write the blocks `ids` from `frames`. The tier does not hold those `dropped` afterwards."""
 
     ids: Sequence[BlockId]
-    frames: Sequence[Frame]
+    frames: "Sequence[Frame]"
     ages: Sequence[Age] = ()
     dropped: Sequence[PrefixKey] = ()
     failed: bool = False

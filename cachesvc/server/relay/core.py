@@ -18,13 +18,13 @@ from cachesvc.config.errors import ConfigError
 from cachesvc.config.settings import Settings
 from cachesvc.server.vllm.arguments import asked_context
 from cachesvc.server.vllm.core import CoreElsewhere, NoBlocks, cache_stats
-from engine.engine import EngineStats
 from engine.errors import ModelError, RemoteFault
-from engine.hardware import run_apart
+from engine.openmp import run_apart
 from engine.promise import Equal, Promise
 from engine.remote.client import EngineHttp
 from engine.remote.upstreams import Upstream, Upstreams
 from engine.request import FinishReason, Request, StepOutput
+from engine.stats import EngineStats
 from tiers.blocks.keys import CacheScope
 from tiers.node.counters import NodeCounters
 from tiers.node.messages import engine_layout

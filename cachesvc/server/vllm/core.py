@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Never, Protocol, TypeVar
 
 from api.served_model import Endpoint, EngineClient
 from cachesvc.server.vllm.node import ElsewhereError
-from engine.engine import EngineStats
 from engine.promise import Promise
+from engine.stats import EngineStats
 from engine.structure import Compiler
 from tiers.blocks.chain import Chain
 from tiers.blocks.keys import CacheScope, PrefixKey

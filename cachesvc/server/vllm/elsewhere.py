@@ -28,9 +28,9 @@ from cachesvc.vllm.reports import Ready, Reports
 from engine.bounds import check_params
 from engine.errors import AdapterError
 from engine.grammar.compiler import compiler_for
-from engine.hardware import run_apart
 from engine.models.arithmetic import processor_name
 from engine.models.describe import describe_folder
+from engine.openmp import run_apart
 from engine.promise import Equal, Promise
 from engine.remote.client import EngineHttp
 from engine.remote.engine import RemoteEngine

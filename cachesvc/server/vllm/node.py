@@ -17,7 +17,6 @@ from cachesvc.operator.quotas import labelled
 from cachesvc.server.remote import remote_settings
 from engine.errors import EngineError
 from tiers.errors import ConfigurationError, NodeError
-from tiers.node.client import NodeClient
 from tiers.node.counters import NodeCounters
 
 logger = logging.getLogger(__name__)
@@ -82,6 +81,8 @@ def ensure_node(
 
 
 def _answer_of(socket: Path) -> NodeCounters | None:
+    from tiers.node.client import NodeClient  # torch, which no relay needs
+
     try:
         with contextlib.closing(NodeClient(socket, timeout_s=TIMEOUT_S)) as client:
             client.open()
