@@ -74,5 +74,9 @@ class ModelError(EngineError):
     """A model that cannot be loaded, or whose attention cannot be paged. Raised at start-up."""
 
 
+class EngineAway(ModelError):
+    """Nothing answers where an engine should be. Raised at start-up, if no other engine does."""
+
+
 class AdapterError(ModelError):
     """A LoRA adapter that cannot be read, is for another model, or is not plain LoRA."""

@@ -17,6 +17,7 @@ class EngineUse:
     hit_tokens: int
     errors: int
     model: str = ""  # that clients name
+    is_refused: bool = False  # what answers is not what it should be
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,7 +61,7 @@ def _at_urls(
         tokens."""
         key = engine.key.get_secret_value()
         return engine.is_relay or run_apart(
-            lambda: asyncio.run(is_no_token_engine(engine.urls[0], key))
+            lambda: asyncio.run(is_no_token_engine(engine.urls, key))
         )
 
     def make(on_outputs: Deliver, *_: object) -> Backend:

@@ -73,6 +73,13 @@ class ServerWatch:
             detail["models"] = {
                 name: "no engine of the model answers" if name in away else "ready" for name in each
             }
+        uses = [use for stats in each.values() for use in stats.engines]
+        if away_urls := {
+            use.url: "is refused; the log says why" if use.is_refused else "does not answer"
+            for use in uses
+            if not use.is_up
+        }:
+            detail["engines"] = away_urls
         disk = self._core.engine.stats().cache.disk
         limited = {"limited": [disk.limit]} if disk is not None and disk.limit else {}
         return Readiness(True, "", detail | limited | _degraded(disk))

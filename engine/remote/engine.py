@@ -51,7 +51,7 @@ class RemoteEngine:
         self._looking: Future[None] = Future()
         self._operations: CacheOperations | None = None
         self._read_cache: Callable[[], CacheStats] | None = None
-        self.max_tokens = min(each.remote.max_tokens for each in upstreams)
+        self.max_tokens = min(each.remote.max_tokens for each in self._upstreams.found)
         self._intake = Intake(settings, self.max_tokens)
         self._requests = RemoteRequests(
             self._loop,
@@ -71,11 +71,11 @@ class RemoteEngine:
 
     def start(self) -> None:
         self._thread.start()
-        self._looking = asyncio.run_coroutine_threadsafe(self._look(), self._loop)
+        self._looking = asyncio.run_coroutine_threadsafe(self._watch(), self._loop)
 
     def submit(self, request: Request) -> None:
         """Queues a request. Raises like `engine.engine.Engine.submit`."""
-        for each in self._upstreams.each:
+        for each in self._upstreams.found:
             each.remote.protocol.check(request)
         self._intake.accept(request)
         self._post(lambda: self._requests.begin(request, self.failure))
@@ -127,7 +127,12 @@ class RemoteEngine:
     @property
     def kv_usage(self) -> float:
         """How much of the engines' own caches is in use, 0 to 1."""
-        return self._upstreams.total("vllm:kv_cache_usage_perc") / len(self._upstreams.each)
+        return self._upstreams.total("vllm:kv_cache_usage_perc") / len(self._upstreams.found)
+
+    @property
+    def num_blocks(self) -> int:
+        """The size of the engines' own caches, as far as they say."""
+        return sum(each.remote.num_blocks for each in self._upstreams.found)
 
     def stats(self) -> EngineStats:
         assert self._read_cache is not None, "`use` comes before"
@@ -178,6 +183,9 @@ class RemoteEngine:
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()
+
+    async def _watch(self) -> None:
+        await asyncio.gather(self._look(), self._upstreams.join())
 
     async def _look(self) -> None:
         """Asks the engines whether they serve, reads their counters while they have work, and

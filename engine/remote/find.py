@@ -5,14 +5,14 @@ another model, tokenizer or context length.
 """
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import PurePath
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from typing import Protocol as TypingProtocol
 
-from engine.errors import AdapterError, ModelError, RemoteFault
+from engine.errors import AdapterError, EngineAway, ModelError, RemoteAway, RemoteFault
 from engine.remote.client import EngineHttp
 from engine.remote.metrics import labels_in
 from engine.remote.protocol import Protocol
@@ -21,6 +21,7 @@ from engine.remote.upstreams import Remote
 from engine.remote.vllm import Completions, Generate
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 # Numbers, spaces, scripts, an emoji, code: where tokenizers of one family part.
 PROBE = "Grüße,  世界! 12345.67 \n\tdef f(x):\n    return {'a': x**2}  🙂 naïve <|im_start|>user"
@@ -31,6 +32,7 @@ _SAYS = (
     ("/get_server_info", _SGLANG, "tokenizer_path"),
     ("/version", "vLLM", "version"),
 )
+OF_A_PROXY = (502, 503, 504)  # before an engine that does not answer
 _LARK = 'start: %json {"type": "boolean"}'  # no other backend than llguidance reads it
 
 
@@ -49,21 +51,29 @@ class Meant:
     tagged: bool = False  # our connector runs there
 
 
-async def find_all(urls: Sequence[str], meant: Meant, key: str = "") -> list[Remote]:
-    """The engines at these URLs, all with one context length."""
-    found: list[Remote] = []
+async def find_each(urls: Sequence[str], find: Callable[[str], Awaitable[T]]) -> list[T | None]:
+    """What there is at each URL, in their order; None where nothing answers. Raises EngineAway if
+    nothing does at any."""
+    found, away = list[T | None](), list[EngineAway]()
     for url in urls:
-        found.append(await find(url, meant, key))
-        meant = replace(meant, max_tokens=found[0].max_tokens)
+        try:
+            found.append(await find(url))
+        except EngineAway as error:
+            found.append(None)
+            away.append(error)
+    if len(away) == len(urls):
+        raise away[0]
+    for one in away:
+        logger.warning(f"{one}; it is used once it answers")
     return found
 
 
-async def find(url: str, meant: Meant, key: str) -> Remote:
+async def find(url: str, meant: Meant, key: str = "") -> Remote:
     http = EngineHttp(url, key)
     try:
         remote = await _found(http, meant)
     except RemoteFault as fault:
-        raise ModelError(f"the engine at {url} cannot be used: {fault}") from None
+        raise EngineAway(f"the engine at {url} cannot be used: {fault}") from None
     finally:
         await http.close()
     logger.info(
@@ -73,18 +83,20 @@ async def find(url: str, meant: Meant, key: str) -> Remote:
     return remote
 
 
-async def is_no_token_engine(url: str, key: str = "") -> bool:
-    """Whether what answers at a URL lists models and is neither vLLM nor SGLang."""
-    http = EngineHttp(url, key)
-    try:
-        if (await _said(http))[0]:
-            return False
-        status, answer = await http.ask("GET", "/v1/models")
-        return status == 200 and isinstance(answer, dict) and "data" in answer
-    except RemoteFault:
-        return False  # `find` says what is wrong
-    finally:
-        await http.close()
+async def is_no_token_engine(urls: Sequence[str], key: str = "") -> bool:
+    """Whether the first that answers lists models and is neither vLLM nor SGLang."""
+    for url in urls:
+        http = EngineHttp(url, key)
+        try:
+            if (await _said(http))[0]:
+                return False
+            status, answer = await http.ask("GET", "/v1/models")
+            return status == 200 and isinstance(answer, dict) and "data" in answer
+        except RemoteFault:
+            continue
+        finally:
+            await http.close()
+    return False  # `find` says what is wrong
 
 
 async def _found(http: EngineHttp, meant: Meant) -> Remote:
@@ -123,6 +135,8 @@ async def _said(http: EngineHttp) -> tuple[str, int, Mapping[str, Any]]:
     """What an engine is, empty for neither, with the status and the answer that tell it."""
     for path, kind, field in _SAYS:
         status, about = await http.ask("GET", path)
+        if status in OF_A_PROXY:
+            raise RemoteAway(f"GET {path} gives {status}")
         if status == 200 and isinstance(about, dict) and field in about:
             return kind, status, about
     return "", status, {}

@@ -97,7 +97,7 @@ class RemoteRequests:
 
     def begin(self, request: Request, failed: BaseException | None) -> None:
         """Starts a request; ends it with an error if the engine has `failed`."""
-        block_size = self._upstreams.each[0].remote.block_size
+        block_size = self._upstreams.found[0].remote.block_size
         answer = RunningAnswer(request, block_size, self._clock_ns())
         running = self._running[request.request_id] = _Running(answer)
         self._shares.enter(request.share)
@@ -177,13 +177,13 @@ class RemoteRequests:
         request = running.answer.request
         priority = int(self._shares[request.share])
         self._shares.charge(request.share, len(request.tokens))
-        upstream = running.upstream or self._upstreams.pick()
+        upstream = running.upstream or self._upstreams.pick(request=request)
         if upstream is None:
             raise RemoteAway("No engine of this model answers now; try again later.")
         try:
             await self._pass_on(running, self._ask(request, index, upstream, priority), upstream)
         except RemoteFault:
-            other = None if running.answer.has_begun else self._upstreams.pick(upstream)
+            other = None if running.answer.has_begun else self._upstreams.pick(upstream, request)
             if other is None:
                 raise
             await self._pass_on(running, self._ask(request, index, other, priority), other)

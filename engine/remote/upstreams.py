@@ -7,20 +7,28 @@ row is left alone for a while. On the loop of the requests, but for what `use` t
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
-from engine.errors import RemoteAway, RemoteBusy, RemoteFault
+from engine.errors import (
+    EngineAway,
+    InvalidParameter,
+    ModelError,
+    RemoteAway,
+    RemoteBusy,
+    RemoteFault,
+)
 from engine.remote.client import EngineHttp
 from engine.remote.metrics import counters_in
 from engine.remote.protocol import Protocol
-from engine.request import TokenCounts
+from engine.request import Request, TokenCounts
 from engine.stats import EngineUse
 from tiers.remote.breaker import StoreBreaker
 
 logger = logging.getLogger(__name__)
 
 PROBE_S = 10.0
+JOIN_S = 1.0  # between looks for one that did not answer at the start
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,11 +46,22 @@ class Remote:
 
 class Upstream:
     """One of the engines. `counters` are of its own metrics. It has no `remote` if requests pass to
-    it as they are."""
+    it as they are.
 
-    def __init__(self, http: EngineHttp, remote: Remote | None = None) -> None:
+    One that did not answer at the start is asked for nothing until `find` has found it. That raises
+    ModelError for what must not be used.
+    """
+
+    def __init__(
+        self,
+        http: EngineHttp,
+        remote: Remote | None = None,
+        find: Callable[[], Awaitable[Remote | None]] | None = None,
+    ) -> None:
         self.http = http
         self._remote = remote
+        self._find = find
+        self._refused = ""  # why what answers there is not used
         self.counters: dict[str, float] = {}
         self.num_in_flight = 0
         self._breaker = StoreBreaker()
@@ -57,14 +76,27 @@ class Upstream:
     @property
     def is_up(self) -> bool:
         """Whether it answered when it was last asked, or did not fail often enough to tell."""
-        return not self._breaker.is_tripped
+        return self.is_found and not self._breaker.is_tripped
+
+    @property
+    def is_found(self) -> bool:
+        return self._find is None
 
     def use(self) -> EngineUse:
         tokens = self._prompt_tokens, self._hit_tokens
-        return EngineUse(self.http.url, self.is_up, self.num_in_flight, *tokens, self._errors)
+        use = EngineUse(self.http.url, self.is_up, self.num_in_flight, *tokens, self._errors)
+        return replace(use, is_refused=bool(self._refused))
 
-    def allows(self) -> bool:
-        return self._breaker.allows()
+    def allows(self, request: Request | None) -> bool:
+        """Whether to ask it now for this request, which those took that had been found then."""
+        if not (self.is_found and self._breaker.allows()):
+            return False
+        try:
+            if request is not None:
+                self.remote.protocol.check(request)
+        except InvalidParameter:
+            return False
+        return True
 
     def answered(self) -> None:
         """It answers as it should."""
@@ -96,7 +128,7 @@ class Upstream:
 
         An answer here ends a pause. It does not make up for requests that failed.
         """
-        if not self._breaker.allows():
+        if not (self.is_found and self._breaker.allows()):
             return
         try:
             async with asyncio.timeout(PROBE_S):
@@ -114,18 +146,42 @@ class Upstream:
                 self._missed_probe = False
                 self._breaker.succeeded()
 
+    async def join(self) -> None:
+        """Returns once it is found."""
+        while self._find is not None:
+            await asyncio.sleep(JOIN_S)
+            if not self._breaker.allows():
+                continue
+            try:
+                self._remote = await self._find()
+            except ModelError as error:
+                self._breaker.failed()
+                refused = "" if isinstance(error, EngineAway) else str(error)
+                if refused and refused != self._refused:
+                    logger.error(f"{refused}; it is not used")
+                self._refused = refused
+            else:
+                self._find, self._refused = None, ""
+                self._breaker.succeeded()
+                logger.info(f"the engine at {self.http.url} answers now, and is used")
+
 
 class Upstreams:
-    """All engines of the model; at least one."""
+    """All engines of the model; at least one is found."""
 
     def __init__(self, each: Sequence[Upstream]) -> None:
         self.each = tuple(each)
 
-    def pick(self, but: Upstream | None = None) -> Upstream | None:
-        """The one for a next request; None if none can be asked."""
+    @property
+    def found(self) -> list[Upstream]:
+        return [each for each in self.each if each.is_found]
+
+    def pick(self, but: Upstream | None = None, request: Request | None = None) -> Upstream | None:
+        """The one for a next request; None if none can be asked. One that takes tokens is given the
+        `request`."""
         others = [each for each in self.each if each is not but]
         others.sort(key=lambda each: each.num_in_flight)
-        return next((each for each in others if each.allows()), None)
+        return next((each for each in others if each.allows(request)), None)
 
     def total(self, name: str) -> float:
         """The sum of a counter."""
@@ -133,6 +189,9 @@ class Upstreams:
 
     async def probe(self, *, counting: bool) -> None:
         await asyncio.gather(*(each.probe(counting=counting) for each in self.each))
+
+    async def join(self) -> None:
+        await asyncio.gather(*(each.join() for each in self.each))
 
     async def close(self) -> None:
         for each in self.each:

@@ -12,10 +12,11 @@ import pytest
 
 from billing.gate.entries import Kind
 from billing.store import reports
-from engine.errors import ModelError
+from engine.errors import EngineAway, ModelError
 from engine.models.describe import describe_folder
 from engine.remote import client as client_module
 from engine.remote import engine as engine_module
+from engine.remote import upstreams as upstreams_module
 from engine.remote.find import PROBE
 from tests.api.conftest import of, refusal
 from tests.api.driver import Visit
@@ -235,6 +236,64 @@ async def test_a_server_is_ready_while_one_of_its_engines_answers(
         assert 200 == (await until([False, True])).status_code
         answer = await client.post("/v1/completions", json=body())
         assert (200, 1) == (answer.status_code, len(other.asked))
+
+
+async def test_an_engine_that_comes_later_is_used_once_it_is_what_the_others_are(
+    engine, other, probe, model, tmp_path, monkeypatch, caplog
+):
+    """It is named until then, in readiness, in the metrics and in the log. So is one that is none
+    of the model's. The first of the list may be missing as well."""
+    monkeypatch.setattr(upstreams_module, "JOIN_S", 0.02)
+    for name in ("FIRST_PAUSE_S", "MOST_PAUSE_S"):
+        monkeypatch.setattr(breaker_module, name, 0.02)
+    engine.script = ANSWER
+    right = dict(other.about)
+    other.about["/version"] = (503, {})
+    async with serving(tmp_path, model, engine_backend=[other.url, engine.url]) as (_, client):
+
+        async def until(told):
+            with anyio.fail_after(PATIENCE_S):
+                while told != (await client.get("/health/ready")).json().get("engines"):
+                    await anyio.sleep(0.02)
+
+        async def is_up():
+            text = (await client.get("/metrics")).text
+            return f'cachesvc_engine_up{{engine="{other.url}",model="tiny"}} 1.0' in text
+
+        await until({other.url: "does not answer"})
+        assert other.url in caplog.text and "it is used once it answers" in caplog.text
+        card = right["/v1/models"]["data"][0]
+        wrong = {
+            "does not serve tiny": {"/v1/models": {"data": [card | {"id": "x", "root": "/m/x"}]}},
+            "has another tokenizer": {"/tokenize": {"tokens": [*probe[:-1], 1]}},
+            "64 tokens, not 100": {"/v1/models": {"data": [card | {"max_model_len": 64}]}},
+        }
+        for why, change in wrong.items():
+            other.about |= right | change
+            await until({other.url: "is refused; the log says why"})
+            with anyio.fail_after(PATIENCE_S):
+                while why not in caplog.text:
+                    await anyio.sleep(0.02)
+            assert 200 == (await client.post("/v1/completions", json=body())).status_code
+            assert not await is_up() and [] == other.asked
+            other.about["/version"] = (503, {})
+            await until({other.url: "does not answer"})
+        other.about |= right
+        await until(None)
+        assert await is_up()
+        engine.status = 500
+        assert 200 == (await client.post("/v1/completions", json=body())).status_code
+        assert 1 == len(other.asked)
+
+
+async def test_a_server_does_not_start_while_none_of_its_engines_answers(
+    engine, other, model, tmp_path
+):
+    engine.about["/version"] = other.about["/version"] = (503, {})
+    for urls in (engine.url, [engine.url, other.url]):
+        with pytest.raises(EngineAway, match=f"{engine.url} cannot be used: GET /version gives"):
+            async with serving(tmp_path, model, engine_backend=urls):
+                pass
 
 
 async def test_another_engine_must_be_of_the_same_model_too(engine, other, model, tmp_path):

@@ -15,6 +15,7 @@ import pytest
 
 from api.relay import passage
 from billing.prices.cards import parse_card
+from engine.remote import upstreams
 from engine.remote.client import HttpAnswer
 from tests.api.conftest import refusal
 from tests.api.driver import Visit
@@ -222,6 +223,43 @@ async def test_readiness_tells_when_no_site_answers_and_when_one_is_back(up, tmp
         assert 200 == (await client.post(CHAT, json=body(CHAT))).status_code
         (use,) = service.core.engine.stats().engines
         assert (PROMPT, CACHED) == (use.prompt_tokens, use.hit_tokens)
+
+
+async def test_a_site_that_comes_later_is_used_once_it_is_what_the_others_are(
+    up, tmp_path, monkeypatch, caplog
+):
+    """Which keep tenants apart by `cache_salt`."""
+    monkeypatch.setattr(upstreams, "JOIN_S", 0.02)
+    up.cards[0]["owned_by"] = "vllm"
+    with served(UpstreamServer()) as other:
+        right = {**other.cards[0], "owned_by": "vllm"}
+        other.lists = 503
+        async with relaying(tmp_path, other, up) as (_, client):
+
+            async def until(told):
+                async with asyncio.timeout(30):
+                    while told != (await client.get("/health/ready")).json().get("engines"):
+                        await asyncio.sleep(0.02)
+
+            await until({other.url: "does not answer"})
+            wrong = {
+                "has third, not up": {"id": "third"},
+                "a context of 99 tokens, not 4000": {"max_model_len": 99},
+                "has no cache_salt": {"owned_by": "them"},
+            }
+            for why, change in wrong.items():
+                other.cards, other.lists = [right | change], 200
+                async with asyncio.timeout(30):
+                    while why not in caplog.text:
+                        await asyncio.sleep(0.02)
+                await until({other.url: "is refused; the log says why"})
+                assert 200 == (await client.post(CHAT, json=body(CHAT))).status_code
+                assert [] == other.asked
+            other.cards = [right]
+            await until(None)
+            up.status = 503
+            assert 200 == (await client.post(CHAT, json=body(CHAT))).status_code
+            assert 1 == len(other.asked)
 
 
 NO_ANSWERS: dict[str, bytes] = {

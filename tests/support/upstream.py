@@ -23,6 +23,7 @@ class UpstreamServer(StandIn):
         super().__init__(_Handler)
         self.cards: list[dict[str, Any]] = [{"id": name, "max_model_len": 4000, **card}]
         self.status, self.headers = 200, dict[str, str]()
+        self.lists = 200  # the status of its list of models
         self.refusal: bytes | Script = b"{}"
         self.script: dict[str, Script] = {path: stream_of(path) for path in PATHS}
         self.whole: dict[str, bytes | Script] = {path: compact(WHOLE[path]) for path in PATHS}
@@ -34,7 +35,7 @@ class _Handler(Handler):
 
     def do_GET(self) -> None:
         found = {"object": "list", "data": self.server.cards}
-        self.say_json(found, 200 if self.path == "/v1/models" else 404)
+        self.say_json(found, self.server.lists if self.path == "/v1/models" else 404)
 
     def do_POST(self) -> None:
         server, body = self.server, self.read_json()

@@ -8,6 +8,7 @@ import queue
 import threading
 from collections.abc import AsyncGenerator, Callable
 from contextlib import closing
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -21,7 +22,8 @@ from engine.errors import (
 )
 from engine.remote.engine import RemoteEngine
 from engine.remote.metrics import counters_in, labels_in
-from engine.remote.upstreams import Remote, Upstream
+from engine.remote.sglang import SGLang
+from engine.remote.upstreams import Remote, Upstream, Upstreams
 from engine.remote.vllm import TAG, Completions
 from engine.request import FinishReason, SamplingParams
 from engine.settings import EngineSettings
@@ -167,6 +169,18 @@ def test_every_sequence_is_answered_and_the_prompt_is_counted_once(house):
     assert (16, 6) == (heard[-1].counts.hit, heard[-1].counts.output)
     assert [{MissReason.TAIL: 16}] == [o.miss_reasons for o in heard if o.miss_reasons]
     assert ["r:0", "r:1", "r:2"] == [name for name, _ in house.http.asked]
+
+
+def test_an_engine_that_came_later_is_not_given_what_it_would_drop():
+    """Those that were there when a request came can do what it asks."""
+    remote = Remote(protocol=SGLang(deterministic=False), model="m", max_tokens=9, block_size=16)
+    able = replace(remote, protocol=Completions(priorities=True, grammars=False))
+    first, late = (Upstream(cast(Any, Http(two_tokens)), each) for each in (able, remote))
+    engines, first.num_in_flight = Upstreams([first, late]), 1
+    seeded = request(range(32), params=SamplingParams(seed=5))
+    assert engines.pick(request=asked()) is late
+    assert engines.pick(request=seeded) is first
+    assert engines.pick(first, seeded) is None
 
 
 @pytest.mark.parametrize("house", [for_ever], indirect=True)

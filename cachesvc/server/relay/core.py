@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 import orjson
@@ -18,10 +19,11 @@ from cachesvc.config.errors import ConfigError
 from cachesvc.config.settings import Settings
 from cachesvc.server.vllm.arguments import asked_context
 from cachesvc.server.vllm.core import CoreElsewhere, NoBlocks, cache_stats
-from engine.errors import ModelError, RemoteFault
+from engine.errors import EngineAway, ModelError, RemoteAway, RemoteFault
 from engine.openmp import run_apart
 from engine.promise import Equal, Promise
 from engine.remote.client import EngineHttp
+from engine.remote.find import OF_A_PROXY, find_each
 from engine.remote.upstreams import Upstream, Upstreams
 from engine.request import FinishReason, Request, StepOutput
 from engine.stats import EngineStats
@@ -129,11 +131,15 @@ class RelayEngine:
         )
 
     async def watch(self) -> None:
-        """Asks the sites that fail whether they are back, without an end."""
+        """Asks the sites that fail whether they are back, without an end, and takes in those that
+        were not there at the start."""
+        await asyncio.gather(self._look(), self._sites.join())
+
+    async def _look(self) -> None:
         while True:
             await asyncio.sleep(LOOK_S)
             for each in self._sites.each:
-                if not each.is_up:
+                if each.is_found and not each.is_up:
                     await each.probe(counting=False)
 
 
@@ -146,11 +152,13 @@ def build(
     if settings.model.adapters:
         raise ConfigError("a relay has no adapters: serve one as a model of its own, with --model")
     key = engine.key.get_secret_value()
-    found = run_apart(lambda: asyncio.run(_found_all(engine.urls, key, name)))
+    sought = run_apart(lambda: asyncio.run(find_each(engine.urls, partial(_found, key, name))))
+    found = [each for each in sought if each is not None]
     model = found[0].model
     if others := {each.model for each in found} - {model}:
         raise ModelError(f"the endpoints have {model} and {others.pop()}, not one model")
-    max_context = asked_context(settings) or min(each.max_context for each in found)
+    asked = asked_context(settings)
+    max_context = asked or min(each.max_context for each in found)
     if not max_context:
         raise ConfigError(
             f"{engine.urls[0]} does not say how long the context of {model} is, which bounds what "
@@ -162,7 +170,26 @@ def build(
     )
     layout = engine_layout(1, 1, 16, "float32")
     operations, tokens = NoBlocks(), NoTokens()
-    sites = Upstreams([Upstream(EngineHttp(url, key, engine.max_time)) for url in engine.urls])
+    salted = frozenset.intersection(*(each.salted for each in found))
+
+    async def join(url: str) -> None:
+        """Raises ModelError for another endpoint than those that the server has started with."""
+        late = await _found(key, name, url)
+        told = ""
+        if late.model != model:
+            told = f"has {late.model}, not {model}"
+        elif not asked and late.max_context < max_context:
+            told = f"has a context of {late.max_context} tokens, not {max_context}"
+        elif not late.salted >= salted:
+            told = "has no cache_salt, which keeps tenants apart at the others"
+        if told:
+            raise ModelError(f"the endpoint at {url} {told}")
+
+    pairs = zip(engine.urls, sought, strict=True)
+    finds = [(url, None if one is not None else partial(join, url)) for url, one in pairs]
+    sites = Upstreams(
+        [Upstream(EngineHttp(url, key, engine.max_time), find=find) for url, find in finds]
+    )
     stats = cache_stats(layout, NodeCounters())
     relay = RelayEngine(operations, stats, on_outputs, sites, max_context)
     return CoreElsewhere(
@@ -178,7 +205,7 @@ def build(
             sites=sites,
             model=model,
             key=key,
-            salted=frozenset.intersection(*(each.salted for each in found)),
+            salted=salted,
             counts_one=any(each.counts_one for each in found),
             began=relay.began,
             ended=relay.ended,
@@ -195,11 +222,7 @@ class _Found:
     counts_one: bool = False
 
 
-async def _found_all(urls: Sequence[str], key: str, name: str) -> list[_Found]:
-    return [await _found(url, key, name) for url in urls]
-
-
-async def _found(url: str, key: str, name: str) -> _Found:
+async def _found(key: str, name: str, url: str) -> _Found:
     """The endpoint's model of this name, or the only one that it has."""
     http = EngineHttp(url, key)
     headers = {"anthropic-version": VERSION}  # for an endpoint that is Anthropic's
@@ -207,8 +230,10 @@ async def _found(url: str, key: str, name: str) -> _Found:
     try:
         async with http.request("GET", "/v1/models", headers=headers) as said:
             status, data = said.status, await said.whole()
+        if status in OF_A_PROXY:
+            raise RemoteAway(f"GET /v1/models gives {status}")
     except RemoteFault as fault:
-        raise ModelError(f"the endpoint at {url} cannot be used: {fault}") from None
+        raise EngineAway(f"the endpoint at {url} cannot be used: {fault}") from None
     finally:
         await http.close()
     return _picked(url, status, data, name)

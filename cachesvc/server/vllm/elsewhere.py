@@ -8,6 +8,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -34,7 +35,7 @@ from engine.openmp import run_apart
 from engine.promise import Equal, Promise
 from engine.remote.client import EngineHttp
 from engine.remote.engine import RemoteEngine
-from engine.remote.find import Meant, find_all
+from engine.remote.find import Meant, find, find_each
 from engine.remote.upstreams import Remote, Upstream
 from engine.request import StepOutput
 from engine.settings import EngineSettings
@@ -76,25 +77,24 @@ def build(
             max_tokens=asked_context(settings) if child is None else None,
             tagged=reports is not None,
         )
-        found = run_apart(lambda: asyncio.run(find_all(urls, meant, key)))
-        https = [EngineHttp(url, key, about.max_time) for url in urls]
+        upstreams = _asked(urls, meant, key, about.max_time)
+        found = next(each.remote for each in upstreams if each.is_found)
         bounds = EngineSettings(
             max_waiting=about.max_waiting,
             eos_token_ids=spoken.eos_token_ids,
             adapters=adapters,
             check_params=partial(check_params, vocab_size=spoken.vocab_size),
         )
-        upstreams = [Upstream(*each) for each in zip(https, found, strict=True)]
         engine = RemoteEngine(upstreams, on_outputs, bounds, reports=reports)
         engine.start()
         opening.callback(engine.close)
-        layout = engine_layout(1, 1, found[0].block_size, "float32")
+        layout = engine_layout(1, 1, found.block_size, "float32")
         scope = CacheScope(weights=str(spoken.folder).encode(), tokenizer=spoken.tokenizer.digest)
         facts: Mapping[str, str] = {}
         operations: NodeOperations | NoBlocks = NoBlocks()
         if node is not None and (ready := _ready(reports)) is not None:
             layout, scope = ready.groups[0].layout, ready.scope
-            facts = _facts(engine, found[0], layout.dtype)
+            facts = _facts(engine, found, layout.dtype)
             operations = NodeOperations(
                 node,
                 ready.groups,
@@ -104,10 +104,9 @@ def build(
             )
             opening.callback(operations.close)
             operations.start()
-        num_blocks = sum(each.num_blocks for each in found)
         engine.use(
             operations,
-            lambda: cache_stats(layout, operations.counters, num_blocks, engine.kv_usage),
+            lambda: cache_stats(layout, operations.counters, engine.num_blocks, engine.kv_usage),
         )
         if child is not None:
             child.on_end(engine.fail)
@@ -126,6 +125,24 @@ def build(
             adapters=adapters,
             facts=facts,
         )
+
+
+def _asked(urls: Sequence[str], meant: Meant, key: str, max_time_s: float) -> list[Upstream]:
+    """The engines at the URLs, all with one context length."""
+
+    async def find_one(url: str) -> Remote:
+        nonlocal meant
+        remote = await find(url, meant, key)
+        meant = replace(meant, max_tokens=remote.max_tokens)
+        return remote
+
+    found = run_apart(lambda: asyncio.run(find_each(urls, find_one)))
+    finds = [
+        None if one is not None else partial(find_one, url)
+        for url, one in zip(urls, found, strict=True)
+    ]
+    https = [EngineHttp(url, key, max_time_s) for url in urls]
+    return [Upstream(*each) for each in zip(https, found, finds, strict=True)]
 
 
 def _started(
