@@ -92,6 +92,10 @@ class Inference:
         """By name; the first is the default."""
         return {name: model for each in self.engines for name, model in each.models.items()}
 
+    @cached_property
+    def queues(self) -> Sequence["QueueBound"]:
+        return [each.queue for each in self.engines]
+
     def engine_of(self, model: ServedModel) -> EngineParts:
         return next(each for each in self.engines if model.name in each.models)
 

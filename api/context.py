@@ -72,7 +72,7 @@ async def received(request: Request, *, queues: bool = False) -> Arrival:
     wire, log = wire_of(request), request_log_of(request)
     principal, names = await _identified(request, Scope.INFERENCE)
     if queues:
-        check_any((each.queue for each in wire.inference.engines), principal.tenant)
+        check_any(wire.inference.queues, principal.tenant)
     # `Request.body` would keep it in memory until the answer has ended.
     raw = b"".join([part async for part in request.stream()])
     return Arrival(request, wire, log, principal, raw, names)

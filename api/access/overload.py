@@ -6,7 +6,7 @@ from the tenant's queue, its fair share and the recent rate. Event loop only.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Final
 
 from api.access.shares import Shares
@@ -62,7 +62,7 @@ class QueueBound:
         self._places.give_back(share, num_prompts)
 
 
-def check_any(queues: Iterable[QueueBound], share: str) -> None:
+def check_any(queues: Sequence[QueueBound], share: str) -> None:
     """Raises QueueTooLong if no engine would begin in time. Called before the body, which names the
     model, is read."""
     min(queues, key=lambda queue: queue.wait_s(share)).check_wait(share)

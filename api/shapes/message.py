@@ -147,10 +147,6 @@ class Message(Marked):
     prefix: bool | None = None  # DeepSeek's: the answer continues this last message
     partial: bool | None = None  # Qwen's and Kimi's name for the same
 
-    @property
-    def is_system(self) -> bool:
-        return self.role in SYSTEM_ROLES
-
     def text(self, number: int) -> str:
         """The content as one string. Raises for parts other than text, by position."""
         if self.content is None or isinstance(self.content, str):

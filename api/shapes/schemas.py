@@ -15,6 +15,7 @@ from api.errors import InvalidRequest, Unsupported
 from api.shapes.body import MESSAGES_MAX, Body, Items
 from api.shapes.fields import CHAT, COMPLETIONS, GENERATION, Unserved, check_fields
 from api.shapes.message import (
+    SYSTEM_ROLES,
     TTL_S,
     WRITES_MOST,
     Breakpoint,
@@ -271,7 +272,9 @@ class ChatBody(GenerationBody):
         Of the conversation, without those that one of a later turn covers.
         """
         options = self.prompt_cache_options or CacheOptions()
-        num_system = sum(1 for _ in takewhile(lambda each: each.is_system, self.messages))
+        num_system = sum(
+            1 for _ in takewhile(lambda each: each.role in SYSTEM_ROLES, self.messages)
+        )
         found = list(marked_points(self.messages, self.tools or (), num_system, options))
         if self.cache_control is not None:
             found.append(Breakpoint(self.cache_control.for_s, len(self.messages)))
@@ -279,6 +282,8 @@ class ChatBody(GenerationBody):
             found.append(Breakpoint(TTL_S["24h"], len(self.messages)))
         elif self.prompt_cache_options and options.mode != "explicit":
             found.append(Breakpoint(options.for_s, len(self.messages)))
+        if len(found) < 2:
+            return found
         needed = [
             point
             for number, point in enumerate(found)
@@ -300,7 +305,7 @@ class ChatBody(GenerationBody):
             calls = None if point.parts else last.tool_calls
             cut = last.model_copy(update={"content": parts[:num_parts], "tool_calls": calls})
         messages = [*before, cut]
-        if all(each.is_system for each in messages):
+        if all(each.role in SYSTEM_ROLES for each in messages):
             messages.append(Message(role="user", content=""))  # templates need one
         return self._of(messages)
 

@@ -125,10 +125,10 @@ def _tooling(body: ChatBody) -> Tooling:
     tools = tuple(Tool(each.name, each.description or "", each.parameters) for each in given)
     if len({tool.name for tool in tools}) != len(tools):
         raise InvalidRequest("Two tools have one name; give each its own.", param="tools")
-    choice = _choice(body, tools)
+    choice, strict = _choice(body, tools), any(each.strict for each in given)
     may_call = bool(tools) and body.tool_choice != "none"
     check_document([each.parameters for each in given], "tools")
-    return Tooling(tools, choice, any(each.strict for each in given), may_call)
+    return Tooling(tools, choice, strict, may_call)
 
 
 def _choice(body: ChatBody, tools: Sequence[Tool]) -> ToolChoice:
