@@ -203,7 +203,7 @@ def test_sizes_and_durations_read_well():
     ("words", "expected"),
     [
         ("cachesvc ", {"serve", "top", "cache", "usage"}),
-        ("cachesvc cache ", {"stats", "tree", "pin"}),
+        ("cachesvc cache ", {"stats", "tree", "verify"}),
         ("cachesvc cache tree --", {"--live", "--tenant"}),
         ("cachesvc replay --write-policy ", {"on_evict", "write_through"}),
     ],
