@@ -3,17 +3,15 @@ document."""
 
 import logging
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from api.format import seconds
-from cachesvc.cli.render import AsJson, print_json, print_table
+from cachesvc.cli.render import AsJson, print_json, print_table, progress
 from cachesvc.config.sources import load_settings
 
 if TYPE_CHECKING:
@@ -40,30 +38,25 @@ def ttft(
     second core slows arithmetic many times over.
     """
     # torch comes with them, and `--help` does not wait for it
-    from cachesvc.bench import Scenario
+    from cachesvc.bench import CASES, Scenario
     from cachesvc.server.compute import load
 
     logging.disable(logging.WARNING)
     wanted = _sizes(sizes)
     settings = load_settings().settings
-    with _status() as report, tempfile.TemporaryDirectory(prefix="cachesvc-bench-") as folder:
-        report("loading the model")
-        loaded = load(settings.model, settings.server.data_dir)
+    loaded = load(settings.model, settings.server.data_dir)
+    with tempfile.TemporaryDirectory(prefix="cachesvc-bench-") as folder:
         scenario = Scenario(loaded, settings, Path(folder), max(wanted))
-        results = scenario.run(wanted, report)
-    result = {
-        "bench": "ttft",
-        "model": loaded.name,
-        "dtype": loaded.dtype,
-        "kv_dtype": scenario.layout.dtype,
-        "block_size": scenario.layout.block_size,
-        "token_bytes": scenario.layout.token_nbytes,
-        "results": [asdict(each) for each in results],
-    }
+        with progress("asking", len(wanted) * len(CASES)) as done:
+            results = scenario.run(wanted, done)
+    layout = scenario.layout
     if json:
-        print_json(result)
+        told: dict[str, object] = {"bench": "ttft", "model": loaded.name, "dtype": loaded.dtype}
+        told |= {"kv_dtype": layout.dtype, "block_size": layout.block_size}
+        rows = [asdict(each) for each in results]
+        print_json(told | {"token_bytes": layout.token_nbytes, "results": rows})
     else:
-        _print(results, f"{loaded.name}, {loaded.dtype}, KV {scenario.layout.dtype}")
+        _print(results, f"{loaded.name}, {loaded.dtype}, KV {layout.dtype}")
 
 
 def _sizes(text: str) -> list[int]:
@@ -76,27 +69,12 @@ def _sizes(text: str) -> list[int]:
     return sizes
 
 
-@contextmanager
-def _status() -> Iterator[Any]:
-    console = Console(stderr=True)
-    with console.status("starting") as status:
-        yield lambda text: status.update(text) if console.is_terminal else None
-
-
 def _print(results: "Sequence[Measured]", title: str) -> None:
-    columns = (
-        "prompt",
-        "blocks from",
-        "first token",
-        "best",
-        "worst",
-        "hits",
-        "computed",
-        "faster",
-    )
+    columns = ("prompt", "blocks from", "first token", "best", "worst", "hits", "computed")
     rows = []
     for each in results:
         times = map(seconds, (each.ttft_s, each.best_s, each.worst_s))
         tokens = (each.hit_tokens, each.computed_tokens)
         rows.append((each.prompt_tokens, each.case, *times, *tokens, f"{each.ratio:.1f}x"))
-    print_table(columns, rows, title=title, right=(columns[0], *columns[2:]))
+    figures = (columns[0], *columns[2:], "faster")
+    print_table((*columns, "faster"), rows, title=title, right=figures)
