@@ -67,7 +67,8 @@ def shown_url(url: str) -> str:
 
 
 class _RedisObjects:
-    """One server. Each call is a pipeline."""
+    """One server. Each call is a pipeline, but records arrive one by one: a pipeline of them waits
+    for fresh memory for all. hiredis parses, where it is installed."""
 
     def __init__(self, url: str, timeout_s: float) -> None:
         redis = _redis()
@@ -80,7 +81,7 @@ class _RedisObjects:
         return [bool(found) for found in self._run([("EXISTS", name) for name in names])]
 
     def get(self, names: Sequence[str]) -> list[bytes | None]:
-        return self._run([("GET", name) for name in names])
+        return [self._run([("GET", name)])[0] for name in names]
 
     def put(self, name: str, data: bytes) -> None:
         self._run([("SET", name, data)], whole=True)
@@ -140,6 +141,9 @@ class _ClusterObjects(_RedisObjects):
             **_limits(timeout_s),
         )
         self._breakers: dict[str, StoreBreaker] = {}
+
+    def get(self, names: Sequence[str]) -> list[bytes | None]:
+        return self._run([("GET", name) for name in names])
 
     def _run(
         self, commands: Sequence[tuple[str | bytes, ...]], *, whole: bool = False
