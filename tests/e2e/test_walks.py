@@ -1,4 +1,4 @@
-"""The walks of the docs, as they are printed: quickstart.md, relay.md and sell.md."""
+"""The walks of the docs, as they are printed: quickstart.md, relay.md, sell.md and replicas.md."""
 
 import json
 import os
@@ -7,6 +7,7 @@ import shlex
 import signal
 import subprocess
 import sys
+from contextlib import ExitStack
 from decimal import Decimal
 from pathlib import Path
 
@@ -14,7 +15,10 @@ import httpx
 import pytest
 
 from tests.live_server import SCRIPT, serve
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, free_port
+from tests.postgres_server import fresh_database
+from tests.redis_server import redis_server
+from tests.support.models import save_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
@@ -95,3 +99,47 @@ def test_a_customer_pays_in_euros_what_the_card_says(served, tmp_path):
 
 def balance_in(printed: str) -> str:
     return re.findall(r'"total_balance":"([\d.]+)"', printed)[0]
+
+
+@pytest.mark.redis
+@pytest.mark.postgres
+def test_three_replicas_share_blocks_and_a_ledger_that_outlives_one_of_them(postgres, tmp_path):
+    save_tiny_model(tmp_path / "tiny")
+    blocks = re.findall(r"```console\n(.*?)```", page("replicas.md"), re.S)
+    script = re.sub(r"^[$>] ", "", "".join(blocks), flags=re.M)
+    with ExitStack() as stack:
+        here = {
+            "postgresql+psycopg://cachesvc@127.0.0.1/cachesvc": stack.enter_context(
+                fresh_database(postgres)
+            ),
+            **{str(port): str(free_port()) for port in (8001, 8002, 8003)},
+            "smollm2-135m": "tiny",
+        }
+        for number in range(2):
+            folder = tmp_path / f"redis-{number}"
+            folder.mkdir()
+            url = stack.enter_context(redis_server(folder))
+            here[f"redis://127.0.0.1:6379/{number}"] = url
+        for written, meant in here.items():
+            assert written in script, written
+            script = script.replace(written, meant)
+        told = {"MODEL__NAME": "tiny", "CACHE__WEIGH_LOADS": "false", "CACHE__BLOCK_SIZE": "16"}
+        told |= {
+            "CACHE__DEVICE_BYTES": "8MiB",
+            "CACHE__HOST_BYTES": "8MiB",
+            "CACHE__DISK_BYTES": "64MiB",
+        }
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        environment |= {f"CACHESVC_{name}": value for name, value in told.items()}
+        environment["PATH"] = f"{SCRIPT.parent}{os.pathsep}{os.environ['PATH']}"
+        script = f"set -e\ntrap 'kill $(jobs -p) 2>/dev/null; wait' EXIT\n{script}"
+        script += "cachesvc usage --tenant acme --json\n"
+        done = ran("bash", "-c", script, cwd=tmp_path, env=environment, timeout=10 * PATIENCE_S)
+    answers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"id"')]
+    details = [each["usage"]["prompt_tokens_details"] for each in answers]
+    remote = [each["cached_tokens_details"].get("remote", 0) for each in details]
+    assert remote[0] == 0 < min(remote[1:3]) and 4 == len(remote), remote
+    assert 1 == len({each["choices"][0]["text"] for each in answers})
+    [row] = json.loads(done.stdout[done.stdout.rindex("\n[") :])
+    assert (4, sum(remote)) == (row["requests"], row["hit_remote_tokens"])
+    assert "proved: " in done.stderr
