@@ -241,6 +241,9 @@ def test_lost_events_void_what_routers_know(publish, route):
     assert [{"type": "AllBlocksCleared"}] == router.batches[0], "a new server holds nothing"
     assert 2 == router.num_cleared
     assert {6, 7, 8, 9} == router.held["GPU"]
+    store(stream, 10)
+    router.receive()
+    assert {6, 7, 8, 9, 10} == router.held["GPU"], "it has subscribed to this topic alone"
 
 
 def test_blocks_that_follow_each_other_travel_as_one_event():
