@@ -31,6 +31,9 @@ from tests.support.commands import call
 from tests.support.wire import fake_house
 
 CARD = '[card]\nname="c"\nversion="9"\nvalid_from=2020-01-01T00:00:00Z\ncurrency="CNY"\n'
+USD_CARD = CARD.replace("CNY", "USD") + (
+    '[[model]]\nmatch="qwen*"\nhit=0.1\nhit_disk=0.25\nmiss=1\noutput=3\ncache_write=0.25\n'
+)
 MODEL = '[[model]]\nmatch="*"\nhit=0.2\nmiss=2\noutput=4\n'
 
 
@@ -141,6 +144,24 @@ def test_an_statement_a_receipt_and_an_export_are_printed(shell, tmp_path):
     for _ in range(2):
         shell("usage", "export", "--to", str(out))
     assert len(out.read_text().splitlines()) == 4  # a header and three lines of one charge
+
+
+def test_a_card_is_exported_as_litellms_price_map(tmp_path):
+    """LiteLLM itself adds these up as we do: `tests/clients/test_prices.py`."""
+    card, export = tmp_path / "usd.toml", partial(call, "prices", "export")
+    card.write_text(USD_CARD)
+    assert {
+        "qwen3-8b": {
+            "litellm_provider": "openai",
+            "mode": "chat",
+            "input_cost_per_token": 1e-6,
+            "output_cost_per_token": 3e-6,
+            "cache_read_input_token_cost": 2.5e-7,
+            "cache_creation_input_token_cost": 1.25e-6,
+        }
+    } == json.loads(export(card, "--model", "qwen3-8b").stdout)
+    assert "no price for model 'gpt'" in export(card, "--model", "gpt").stderr
+    assert "LiteLLM counts in USD" in export("deepseek-launch", "--model", "m").stderr
 
 
 def test_a_card_is_linted_planned_and_applied(shell, tmp_path):

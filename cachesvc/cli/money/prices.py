@@ -7,8 +7,9 @@ from typing import Annotated
 import typer
 
 from api.format import number_of
+from billing.money import format_units
 from billing.operations import ledger, prices
-from billing.prices.book import NS
+from billing.prices.book import NS, STANDARD, Rates
 from billing.prices.cards import find_card
 from billing.prices.lint import CardFinding, Severity, lint
 from billing.reports.documents import (
@@ -18,6 +19,7 @@ from billing.reports.documents import (
     card_document,
     finding_document,
 )
+from billing.usage import HIT_CLASSES
 from cachesvc.cli.lazy import without
 from cachesvc.cli.money.books import MOST_DAYS, TenantOption
 from cachesvc.cli.money.invocation import Invocation, operating
@@ -26,7 +28,6 @@ from cachesvc.cli.render import confirm, fail, note, print_documents, print_json
 _REMOVED = {
     "diff": "compare the cards' TOML files",
     "lint": "`cachesvc prices show CARD --lint`",
-    "export": "GET /v1/models has each price a token, for a gateway's own price map",
 }
 
 app = typer.Typer(
@@ -78,6 +79,48 @@ def show(
         rows = [[m["match"], m["window"], *(m[name] for name in classes)] for m in found["models"]]
         spare = ("cache_write", "storage", "remote")
         print_table(("model", "window", *names), rows, title=title, right=names, spare=spare)
+
+
+@app.command()
+def export(
+    card: Card,
+    models: Annotated[
+        list[str], typer.Option("--model", help="A name that clients use; may be repeated")
+    ],
+) -> None:
+    """Print a card's prices as LiteLLM's price map, for gateways and tools that read it.
+
+    It has one price a class: the standard window, and of cached tokens the dearest tier.
+    """
+    found = find_card(card)
+    if found.currency != "USD":
+        fail(f"LiteLLM counts in USD, and {found.name} {found.version} is in {found.currency}")
+    for name in models:
+        if found.price_of(name) is None:
+            fail(f"{found.name} {found.version} has no price for model {name!r}")
+    print_json({name: _litellm(found.pin(name, STANDARD).rates) for name in models})
+    note("left out, because the map has no field: " + ", ".join(_UNMAPPED))
+
+
+_UNMAPPED = (
+    "windows of time and of long prompts",
+    "tiers",
+    "explicit caches and storage",
+    "fees and minimums of a request",
+    "prices of single tenants",
+)
+
+
+def _litellm(rates: Rates) -> dict[str, object]:
+    """A model's entry: dollars a token, as JSON numbers."""
+    units = {
+        "input_cost_per_token": rates.miss,
+        "output_cost_per_token": rates.output,
+        "cache_read_input_token_cost": max(rates.of(name) for name in HIT_CLASSES),
+        "cache_creation_input_token_cost": rates.miss + rates.cache_write,
+    }
+    costs = {name: float(format_units(amount)) for name, amount in units.items()}
+    return {"litellm_provider": "openai", "mode": "chat", **costs}
 
 
 @app.command()
