@@ -298,7 +298,7 @@ async def test_bits_are_promised_to_many_threads_where_operators_are_compiled(
     )
     save_model(tmp_path / "tiny", model)
     monkeypatch.setattr(load, "_COMPILED_FROM_BYTES", 0 if compiled else 1 << 40)
-    monkeypatch.setattr(load, "Operators", lambda folder: operators)
+    monkeypatch.setattr(load, "Operators", lambda *folders: operators)
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:

@@ -197,6 +197,7 @@ async def test_a_model_without_a_template_refuses_chat():
 SAID_AT_START = {
     engine_errors.AdapterError,
     engine_errors.ModelError,
+    engine_errors.EngineAway,
     billing_errors.StoreError,
     billing_errors.ExportError,
     billing_errors.ReceiverError,

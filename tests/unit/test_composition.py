@@ -61,6 +61,7 @@ def test_closing_ends_a_compiler_that_is_at_work(model, tmp_path, monkeypatch):
     program.write_text("#!/bin/sh\nsleep 600\n")
     program.chmod(0o755)
     monkeypatch.setattr(library, "COMPILERS", (str(program),))
+    monkeypatch.setattr(load, "BUILT", None)
     monkeypatch.setattr(load, "_COMPILED_FROM_BYTES", 0)
     monkeypatch.setattr(library.Operators, "load", lambda self: False)
     with Composed(loaded(model), tmp_path) as composed:
@@ -78,7 +79,7 @@ def test_compiled_functions_expand_records_of_every_dtype(
 ):
     """A forward calls operators in float32 alone, and the disk's records have any dtype."""
     monkeypatch.setattr(load, "_COMPILED_FROM_BYTES", 0)
-    monkeypatch.setattr(load, "Operators", lambda folder: operators)
+    monkeypatch.setattr(load, "Operators", lambda *folders: operators)
     monkeypatch.setattr(planes, "_compiled", {})
     with Composed(loaded(model, dtype), tmp_path, disk_bytes=64 << 20) as composed:
         composed.ask(PROMPT, GREEDY)
