@@ -96,6 +96,14 @@ async def test_keys_end_and_have_scopes(bank):
         assert (401, "expired_api_key") == refusal(answer)
 
 
+async def test_without_balance_nothing_is_computed(bank):
+    async with serving(bank) as (_, client, house):
+        headers = bank.customer(0)
+        answer = await client.post(CHAT, json=HELLO, headers=headers)
+        assert (402, "insufficient_balance") == refusal(answer)
+        assert [] == house.engine.requests
+
+
 async def test_a_charge_is_exact_and_the_balance_shows_it(bank):
     async with serving(bank) as (_, client, house):
         headers = bank.customer(UNITS)
@@ -277,6 +285,16 @@ async def test_a_failure_costs_what_had_been_sent(bank, stream, made):
         answer = await client.post(CHAT, json=HELLO | {"stream": stream}, headers=headers)
         assert (200 if stream and made else 500) == answer.status_code
     assert (PROMPT_TOKENS * MISS + made * OUTPUT if stream and made else 0) == bank.spent(UNITS)
+
+
+async def test_a_failure_before_the_first_token_costs_nothing(bank):
+    async with serving(bank) as (_, client, house):
+        headers = bank.customer(UNITS)
+        house.engine.script = Script(fail_after=0)
+        assert 500 == (await client.post(CHAT, json=HELLO, headers=headers)).status_code
+        house.engine.script = Script(refuse=ZeroDivisionError())
+        assert 500 == (await client.post(CHAT, json=HELLO, headers=headers)).status_code
+    assert 0 == bank.spent(UNITS)
 
 
 @pytest.mark.parametrize("stream", [False, True])

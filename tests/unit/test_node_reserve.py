@@ -16,7 +16,8 @@ LAYOUT = BlockLayout.uniform(2, 64, 2, 64, "bfloat16")
 
 def test_the_option_reaches_the_settings(tmp_path, monkeypatch):
     told: list[NodeSettings] = []
-    monkeypatch.setattr("cachesvc.cli.node._run", lambda settings, *_: told.append(settings))
+    monkeypatch.setattr("cachesvc.server.node.run_node", lambda node, **_: told.append(node))
+    monkeypatch.setattr("cachesvc.server.logs.configure", lambda log: None)
     command = ["node", "--socket", str(tmp_path / "s"), "--disk-cache-dir", str(tmp_path)]
     for more in ([], ["--disk-reserve", "64MiB"]):
         assert 0 == CliRunner().invoke(app, [*command, *more]).exit_code
