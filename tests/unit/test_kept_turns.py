@@ -18,6 +18,7 @@ from cachesvc.server.state_file import FILE_NAME
 from tests.support.state import FiledTurns
 from tests.support.wire import ByteTokenizer
 from tiers.blocks.keys import CacheScope
+from tiers.errors import PurgeFailed
 
 OWNER, OTHER = owner_of(b"a"), owner_of(b"b")
 TURN = [{"role": "user", "content": "hi"}]
@@ -155,6 +156,12 @@ async def test_a_purge_forgets_what_its_owner_said_and_nobody_else(tmp_path):
     assert (None, None) == found[b"a"]
     assert None not in found[b"b"]
     turns.close()
+
+
+def test_a_purge_fails_where_what_was_said_cannot_be_removed(tmp_path):
+    (tmp_path / FILE_NAME).write_bytes(b"no database" * 1000)
+    with pytest.raises(PurgeFailed, match="cannot be changed"):
+        forget_stored(tmp_path, OWNER)
 
 
 @pytest.mark.parametrize("begun", [True, False])
