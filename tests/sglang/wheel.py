@@ -1,6 +1,6 @@
 """SGLang's own classes, without the packages of a GPU: `python -m tests.sglang.wheel FOLDER`.
 
-Its wheel is unpacked there, with two small packages that its `mem_cache` imports and ours lack.
+Its wheel is unpacked there, with three small packages that its `mem_cache` imports and ours lack.
 Four of its packages come without their `__init__`, which gathers what wants torchvision and a GPU:
 nothing here uses more of them than single modules.
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 VERSION = "0.5.23"
-BESIDE = ("pybase64==1.5.1", "apache-tvm-ffi==0.1.11")
+BESIDE = ("pybase64==1.5.1", "apache-tvm-ffi==0.1.11", "pillow==13.0.0")
 WANTED = ("sglang/srt/", "sglang/kernels/", "sglang/version", f"sglang-{VERSION}.dist-info/")
 GATHERS = ("srt/configs", "srt/layers/quantization", "srt/layers/deep_gemm_wrapper")
 LEFT_OUT = {f"sglang/{package}/__init__.py" for package in GATHERS}  # and `sglang/__init__.py`
