@@ -80,7 +80,9 @@ class Operators:
         self._capability = torch.backends.cpu.get_cpu_capability()
         self.key = self._key()
         self._folder, self._name = folder, f"operators-{self.key}"
-        self._places = [folder] if built is None or not built.is_dir() else [folder, built]
+        self._places = [folder]
+        if built is not None and built.is_dir() and keeps_others_out(built):
+            self._places.append(built)  # else it is as if there were none: what is ours is compiled
         self._compiling: _Compiling | None = None
         self.missing: str | None = None
         self.loaded: Path | None = None  # the library that this process has loaded

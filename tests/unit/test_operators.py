@@ -201,6 +201,18 @@ def test_a_start_takes_what_was_compiled_with_its_environment(operators, tmp_pat
     assert "damaged" in caplog.text and copied.exists(), "it may be another user's"
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives a folder away")
+def test_an_environment_of_another_user_is_as_one_that_has_compiled_nothing(operators, tmp_path):
+    """As where a service runs as another user than who installed it."""
+    built = tmp_path / "built"
+    built.mkdir()
+    os.chown(shutil.copy(operators.kept, built), 12345, -1)
+    os.chown(built, 12345, -1)
+    start = Operators(tmp_path / "models", built)
+    assert start.missing is None and start.is_compiling
+    start.close()
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
