@@ -160,6 +160,9 @@ class Upstream:
                 if refused and refused != self._refused:
                     logger.error(f"{refused}; it is not used")
                 self._refused = refused
+            except Exception:  # an answer that nothing foresaw must not end the looks
+                logger.exception(f"what answers at {self.http.url} is not understood, nor used")
+                self._breaker.failed()
             else:
                 self._find, self._refused = None, ""
                 self._breaker.succeeded()

@@ -20,6 +20,7 @@ from engine.errors import (
     RemoteFault,
     UnknownAdapter,
 )
+from engine.remote import upstreams
 from engine.remote.engine import RemoteEngine
 from engine.remote.metrics import counters_in, labels_in
 from engine.remote.sglang import SGLang
@@ -30,6 +31,7 @@ from engine.settings import EngineSettings
 from tests.support.requests import request
 from tiers.blocks.contents import Content
 from tiers.errors import MissReason
+from tiers.remote.breaker import StoreBreaker
 
 WAIT_S = 30.0
 Event = dict[str, Any]
@@ -181,6 +183,26 @@ def test_an_engine_that_came_later_is_not_given_what_it_would_drop():
     assert engines.pick(request=asked()) is late
     assert engines.pick(request=seeded) is first
     assert engines.pick(first, seeded) is None
+
+
+def test_an_engine_is_asked_nothing_until_it_is_found_whatever_answers_before(monkeypatch, caplog):
+    monkeypatch.setattr(upstreams, "JOIN_S", 0.0)
+    monkeypatch.setattr(StoreBreaker, "allows", lambda self: True)
+    remote = Remote(protocol=SGLang(deterministic=False), model="m", max_tokens=9, block_size=16)
+    answers = [KeyError("data"), remote]
+
+    async def find():
+        assert engines.pick() is None and not late.is_up
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    late = Upstream(cast(Any, Http(two_tokens)), find=find)
+    engines = Upstreams([late])
+    asyncio.run(engines.join())
+    assert engines.pick() is late and late.remote is remote
+    assert "is not understood, nor used" in caplog.text
 
 
 @pytest.mark.parametrize("house", [for_ever], indirect=True)
