@@ -189,10 +189,10 @@ def test_an_engine_is_asked_nothing_until_it_is_found_whatever_answers_before(mo
     monkeypatch.setattr(upstreams, "JOIN_S", 0.0)
     monkeypatch.setattr(StoreBreaker, "allows", lambda self: True)
     remote = Remote(protocol=SGLang(deterministic=False), model="m", max_tokens=9, block_size=16)
-    answers = [KeyError("data"), remote]
+    answers, before = [KeyError("data"), remote], []
 
     async def find():
-        assert engines.pick() is None and not late.is_up
+        before.append((engines.pick(), late.is_up))
         answer = answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
@@ -201,6 +201,7 @@ def test_an_engine_is_asked_nothing_until_it_is_found_whatever_answers_before(mo
     late = Upstream(cast(Any, Http(two_tokens)), find=find)
     engines = Upstreams([late])
     asyncio.run(engines.join())
+    assert [(None, False)] * 2 == before
     assert engines.pick() is late and late.remote is remote
     assert "is not understood, nor used" in caplog.text
 
