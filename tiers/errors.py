@@ -71,7 +71,7 @@ class MissReason(StrEnum):
     DECODE = "decode"  # the payload does not decompress
     COPY = "copy"  # the device refused to copy the block
     ARITHMETIC = "arithmetic"  # held, but computed by another processor, device or torch
-    UNECONOMIC = "uneconomic"  # recomputing is faster than loading
+    SLOWER_THAN_COMPUTE = "slower_than_compute"  # recomputing is faster than loading
     OVERLOADED = "overloaded"  # the queue of loads was full
     NO_ROOM = "no_room"  # no free frame to load into
     TAIL = "tail"  # the last, partly filled block or the one token always computed

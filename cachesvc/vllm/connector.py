@@ -131,7 +131,7 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._reporter is not None:
             hits = self._planner.hits(request) if self._planner is not None else {}
             slower = self._planner is not None and self._planner.slower(request) > 0
-            stop = MissReason.UNECONOMIC if slower else MissReason.ABSENT
+            stop = MissReason.SLOWER_THAN_COMPUTE if slower else MissReason.ABSENT
             self._reporter.admitted(request, hits, stop)
 
     def get_external_cache_hit_sources(

@@ -267,7 +267,7 @@ class Planner:
         """The request has ended, with these blocks by group. Returns what its answer says."""
         told: dict[str, Any] = {"hit_tokens": self._hits.pop(request.request_id, {})}
         if slower := self._slower.pop(request.request_id, 0):
-            told["miss_tokens"] = {MissReason.UNECONOMIC: slower}
+            told["miss_tokens"] = {MissReason.SLOWER_THAN_COMPUTE: slower}
         self._matches.pop(request.request_id, None)
         self._asked.pop(request.request_id, None)
         self._failed.discard(request.request_id)

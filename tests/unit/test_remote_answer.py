@@ -48,7 +48,7 @@ def test_without_a_report_all_that_was_cached_was_on_the_device():
 
 
 def test_what_was_not_loaded_because_computing_was_faster_is_a_miss_that_says_so():
-    stop = MissReason.UNECONOMIC
+    stop = MissReason.SLOWER_THAN_COMPUTE
     report = RequestReport(local=16, hits={"host": 16}, stop=stop, admitted_ns=1)
     output = admitted(70, report, 32).output(0, 20, Told((7,)))
     assert {stop: 32, MissReason.TAIL: 6} == output.miss_reasons

@@ -256,7 +256,7 @@ def test_what_loads_slower_than_it_computes_is_neither_promised_nor_fetched(plan
     assert ([], False, 7) == (link.fetched, load.in_parts, piece)
     assert ({"host": SIZE}, 2 * SIZE) == (planner.hits(asked), planner.slower(asked))
     told = planner.finished(asked, [[7, 8, 9, 10]])["cachesvc"]
-    assert {"hit_tokens": {"host": SIZE}, "miss_tokens": {"uneconomic": 2 * SIZE}} == told
+    assert {"hit_tokens": {"host": SIZE}, "miss_tokens": {"slower_than_compute": 2 * SIZE}} == told
     assert (1, 0) == (planner.weigher.economy.refused, planner.slower(asked))
 
 

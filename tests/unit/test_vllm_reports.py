@@ -37,11 +37,11 @@ def test_hits_and_progress_of_a_request_are_told(ends):
     reporter, reports = ends
     reports.expect("r:0")
     reporter.looked(request(), 16)
-    reporter.admitted(request(), {"host": 32}, MissReason.UNECONOMIC)
+    reporter.admitted(request(), {"host": 32}, MissReason.SLOWER_THAN_COMPUTE)
     reports.take()
     report = reports.of("r:0")
     assert (16, {"host": 32}, None) == (report.local, report.hits, report.computed)
-    assert report.stop is MissReason.UNECONOMIC
+    assert report.stop is MissReason.SLOWER_THAN_COMPUTE
     assert report.admitted_ns > 0
     reporter.finished(request(computed=130))
     reports.take()
@@ -57,7 +57,7 @@ def test_a_load_that_fell_short_is_told(ends):
     reporter, reports = ends
     reports.expect("r:0")
     reporter.looked(request(), 16)
-    reporter.admitted(request(), {"host": 32, "remote": 16}, MissReason.UNECONOMIC)
+    reporter.admitted(request(), {"host": 32, "remote": 16}, MissReason.SLOWER_THAN_COMPUTE)
     reporter.fell_short({"r:0-1234": {"host": 16}, "of another": {}})
     reports.take()
     report = reports.of("r:0")

@@ -51,7 +51,7 @@ REASONS = [
     (lookup(0, 99, missing()), {"owners": ("tenant acme",)}, "OTHER_SCOPE", "but for tenant acme"),
     (lookup(64, 90, missing(key=None)), {}, "TAIL", "last 26 tokens do not fill"),
     (
-        *(lookup(64, 200, missing(), MissReason.UNECONOMIC), {}, "REFUSED"),
+        *(lookup(64, 200, missing(), MissReason.SLOWER_THAN_COMPUTE), {}, "REFUSED"),
         "longer than computing it",
     ),
     (

@@ -48,7 +48,7 @@ def test_what_loads_slower_than_it_computes_is_computed_until_the_disk_is_fast(s
         prompt, tokens = next(asked)
         (answer,) = engine.generate(prompt, max_tokens=1)
         assert tokens == answer["tokens"]
-        hits, misses = answer["hits"].get("disk", 0), answer["misses"].get("uneconomic", 0)
+        hits, misses = answer["hits"].get("disk", 0), answer["misses"].get("slower_than_compute", 0)
         assert hits + misses in (0, WHOLE), answer
         trials.append(hits)
         return hits, misses

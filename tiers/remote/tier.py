@@ -105,7 +105,7 @@ class RemoteTier:
         num_tokens, nbytes = held * self._block_tokens, held * self._block_bytes
         readers = min(num_readers, -(-held // BLOCKS_PER_LOAD))
         if held and not self.economy.worth(num_tokens, nbytes, readers):
-            self._fault(MissReason.UNECONOMIC, 0)
+            self._fault(MissReason.SLOWER_THAN_COMPUTE, 0)
             return 0
         return held
 

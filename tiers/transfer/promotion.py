@@ -155,7 +155,7 @@ class Promoter:
         num_jobs = -(-num_blocks // BLOCKS_PER_LOAD)
         readers = min(self._mover.num_readers, num_jobs)
         if not self._economy.worth(num_blocks * layout.block_size, nbytes, readers):
-            ticket.stop = MissReason.UNECONOMIC
+            ticket.stop = MissReason.SLOWER_THAN_COMPUTE
             return TicketState.SETTLED
         num_before, whole_from = len(ticket.blocks), start + lesser
         self._load_runs(ticket, end, whole_from)

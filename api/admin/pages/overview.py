@@ -18,7 +18,7 @@ MEANINGS: Final = {
     MissReason.ABSENT: "no tier held the block",
     MissReason.ARITHMETIC: "held, but computed by another processor, device or torch",
     MissReason.TAIL: "the last, partly filled block, or the one token that is always computed",
-    MissReason.UNECONOMIC: "computing was faster than loading",
+    MissReason.SLOWER_THAN_COMPUTE: "computing was faster than loading",
     MissReason.OVERLOADED: "the queue of loads was full",
     MissReason.NO_ROOM: "no free memory to load into",
     MissReason.DISABLED: "the request or the server turned the cache off",
