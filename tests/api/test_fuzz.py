@@ -99,14 +99,7 @@ def test_no_request_that_the_document_allows_or_forbids_is_a_5xx(cases, tmp_path
     assert {} == failed
 
 
-def _ask(
-    client,
-    label,
-    made,
-    cases,
-    counts,
-    failed,
-):
+def _ask(client, label, made, cases, counts, failed):
     @seed(5)
     @settings(
         max_examples=cases,

@@ -46,13 +46,7 @@ async def test_one_in_parts_is_its_text(tmp_path, name):
 
 @pytest.mark.parametrize(
     ("name", "keeps"),
-    [
-        ("smollm2", True),
-        ("deepseek", False),
-        ("gemma", True),
-        ("strict", True),
-        ("silent", True),
-    ],
+    [("smollm2", True), ("deepseek", False), ("gemma", True), ("strict", True), ("silent", True)],
 )
 async def test_a_steered_chat_keeps_its_prefix(tmp_path, name, keeps):
     folder = tiny(tmp_path, name)

@@ -80,9 +80,7 @@ PROGRAMS = {
         {"chat": "answer stream tools limit", "responses": "answer", "messages": "answer"},
     ),
     "ai-sdk": Program(
-        "ai_sdk.mjs",
-        "node",
-        {"chat": ALL, "responses": ALL, "messages": "answer stream tools"},
+        "ai_sdk.mjs", "node", {"chat": ALL, "responses": ALL, "messages": "answer stream tools"}
     ),
     "codex-cli": Program("codex_cli.py", "node", {"responses": "stream"}),
     "vllm bench serve": Program("vllm_bench.py", "vllm", {"chat": "load"}),

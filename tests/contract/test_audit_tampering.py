@@ -25,9 +25,7 @@ from tests.contract.forging import copy, forging
 from tests.support.billing import USAGE, running_ledger
 
 Prove = Callable[..., Proof]
-UNPROVEN_TABLES = {
-    *("meta", "idempotency", "undelivered", "export_cursors"),
-}
+UNPROVEN_TABLES = {*("meta", "idempotency", "undelivered", "export_cursors")}
 UNPROVEN = {
     "projects.created_ns",
     "keys.digest",

@@ -149,10 +149,7 @@ OTHERS = "kind, request_id, at_ns, currency, postings, body, hash"
 )
 def test_the_database_refuses_to_change_an_entry_and_to_repeat_one(house, statement, said):
     house.fund(1)
-    with (
-        pytest.raises(DBAPIError, match=said),
-        house.ledger.store.writing() as connection,
-    ):
+    with pytest.raises(DBAPIError, match=said), house.ledger.store.writing() as connection:
         connection.execute(text(statement))
 
 

@@ -17,8 +17,7 @@ WITHOUT_META = sa.text("DROP TABLE meta")
 
 
 @pytest.mark.parametrize(
-    ("change", "named"),
-    [(NEWER, "9999"), (UNNUMBERED, "unnumbered"), (WITHOUT_META, "unnumbered")],
+    ("change", "named"), [(NEWER, "9999"), (UNNUMBERED, "unnumbered"), (WITHOUT_META, "unnumbered")]
 )
 def test_a_ledger_of_another_version_is_refused(url, change, named):
     open_store(url).close()

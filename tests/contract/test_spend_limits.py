@@ -210,8 +210,7 @@ def test_what_a_crash_leaves_counts_as_it_was_charged_and_then_as_it_was(house):
 
 
 @pytest.mark.parametrize(
-    "wrong",
-    [{"of": Of.TAG, "value": "*"}, {"of": Of.USER}, {"value": "ann"}, {"name": "a b"}],
+    "wrong", [{"of": Of.TAG, "value": "*"}, {"of": Of.USER}, {"value": "ann"}, {"name": "a b"}]
 )
 def test_only_keys_and_users_each_have_a_limit_and_others_name_one(house, wrong):
     with pytest.raises(errors.InvalidName):

@@ -104,10 +104,7 @@ def test_the_page_has_a_row_for_each():
     assert [f"| `{each}`" for each in ARCHITECTURES] == [row[: row.index(" |", 2)] for row in rows]
 
 
-@pytest.mark.parametrize(
-    "model_type",
-    ["llama", "deepseek_v3", "gpt_oss", "gemma4_text", "lfm2"],
-)
+@pytest.mark.parametrize("model_type", ["llama", "deepseek_v3", "gpt_oss", "gemma4_text", "lfm2"])
 def test_rounded_kv_answers_the_same_cold_and_from_every_tier(model_type, tmp_path):
     """Kept in bfloat16 under a model in float32: cold and hit read the same rounded numbers."""
     tokens = prompt(4 * BLOCK + 11, seed=1)

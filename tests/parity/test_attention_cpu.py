@@ -6,11 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.attention.base import (
-    AttentionCall,
-    AttentionOptions,
-    ReferenceAttention,
-)
+from engine.attention.base import AttentionCall, AttentionOptions, ReferenceAttention
 from engine.attention.cpu import CpuAttention
 from engine.batch import Span
 from engine.request import SamplingParams

@@ -139,10 +139,7 @@ def test_each_rope_has_transformers_tokens_past_its_trained_context(name, tmp_pa
     own = {f"{kind}.{field}": value for field, value in fields.items()}
     tensors = {each: np.array(value, np.float32) for each, value in tables.items()}
     write_gguf(
-        tmp_path / "m.gguf",
-        kind,
-        fields_of(kind, model) | own,
-        tensors_of(kind, model) | tensors,
+        tmp_path / "m.gguf", kind, fields_of(kind, model) | own, tensors_of(kind, model) | tensors
     )
     save_model(tmp_path / "folder", model)
     prompt = prompt_of(PROMPT)

@@ -103,13 +103,7 @@ def test_the_parts_have_their_own_targets():
             for each in spans
         ]
 
-    whole = span(
-        1,
-        4,
-        40,
-        targets=np.arange(30, dtype=np.int32),
-        allowed=np.ones(2, np.int32),
-    )
+    whole = span(1, 4, 40, targets=np.arange(30, dtype=np.int32), allowed=np.ones(2, np.int32))
     [result] = Shrinking(compute, BLOCK)([whole])
     assert 7 == result.token
     assert list(range(30)) == list(result.targets)

@@ -23,10 +23,7 @@ from tiers.blocks.layout import BlockLayout, LayerLayout
 from tiers.memory.device import DevicePool
 
 WIDTH = 3
-LAYERS = (
-    LayerLayout(1, 8, 8, shared=True, window=WIDTH, rows=WIDTH),
-    LayerLayout(2, 4, 4),
-)
+LAYERS = (LayerLayout(1, 8, 8, shared=True, window=WIDTH, rows=WIDTH), LayerLayout(2, 4, 4))
 
 
 @pytest.fixture(params=["lfm2", "lfm3"])

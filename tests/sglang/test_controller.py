@@ -32,10 +32,7 @@ def fetched(sglang, controller, tokens, pool):
 
 @pytest.fixture
 def backends(sglang, model, tmp_path):
-    return {
-        "ours": ("dynamic", sglang.options(tmp_path / "kv")),
-        "file": ("file", {}),
-    }
+    return {"ours": ("dynamic", sglang.options(tmp_path / "kv")), "file": ("file", {})}
 
 
 @pytest.mark.parametrize("name", ["ours", "file"])

@@ -219,10 +219,7 @@ def test_latents_are_stored_by_one_rank_and_read_by_all(sglang, opened, tmp_path
     [first, second], name = [sglang.mla() for _ in range(2)], sglang.types.PoolName.KV
     wanted = sglang.filled(first, COUNT)
     reads = opened({name: second}, latents=True, rank=1, ranks=2)
-    assert (0, [False] * COUNT) == (
-        reads.batch_exists(keys()),
-        reads.batch_get_v1(keys(), slots()),
-    )
+    assert (0, [False] * COUNT) == (reads.batch_exists(keys()), reads.batch_get_v1(keys(), slots()))
     writes = opened({name: first}, latents=True, rank=0, ranks=2)
     for start in range(0, 2 * COUNT, COUNT):
         assert all(writes.batch_set_v1(keys(first=start), slots()))

@@ -22,12 +22,7 @@ from tests.redis_server import redis_server
 from tests.support.billing import booked
 from tests.vllm.processes import PYTHON, RunningNode, Serving, connector, until_healthy
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.redis,
-    pytest.mark.postgres,
-    pytest.mark.timeout(1800),
-]
+pytestmark = [pytest.mark.vllm, pytest.mark.redis, pytest.mark.postgres, pytest.mark.timeout(1800)]
 
 NUM_CONVERSATIONS = 100
 AT_ONCE = 8

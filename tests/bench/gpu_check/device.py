@@ -70,8 +70,4 @@ def free_memory(device: str) -> None:
 
 def machine(device: str) -> dict[str, Any]:
     name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
-    return {
-        "device": name,
-        "torch": torch.__version__,
-        "commit": commit(),
-    }
+    return {"device": name, "torch": torch.__version__, "commit": commit()}
