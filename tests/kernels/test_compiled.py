@@ -8,7 +8,7 @@ from cachesvc.vllm.kernel import move_slabs
 from engine.attention.kernels import _merge_kernel, merge_constants
 from engine.attention.tiling import tiling
 from tests.kernels.compile import compiled
-from tests.kernels.shapes import CAPABILITIES, HEADS, LATENTS, SHARED, all_shapes
+from tests.kernels.shapes import CAPABILITIES, SHARED, all_shapes
 
 pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION:UserWarning")
 
@@ -51,8 +51,3 @@ def test_any_number_of_heads_has_a_tiling(capability: tuple[int, int], itemsize:
             fit = tiling(num_rows, dim, itemsize, capability=capability)
             assert fit.rows >= 16 and fit.tile >= 16
             assert fit.rows & (fit.rows - 1) == 0 == fit.tile & (fit.tile - 1)
-
-
-def test_the_list_has_the_shapes_that_once_did_not_fit() -> None:
-    """Gemma-2B, StarCoder and Falcon-7B, on 99 KiB."""
-    assert {(8, 256), (48, 128), (71, 64)} <= set(HEADS) and (128, 512, 64) in LATENTS

@@ -88,12 +88,6 @@ def test_a_directory_of_an_older_version_lists_its_arithmetic_as_another(tmp_pat
     assert other_arithmetics(tmp_path, mine) == (b"b", b"")
 
 
-def test_a_scope_without_arithmetic_has_the_root_of_older_versions():
-    old = CacheScope(weights=b"w", tokenizer=b"t", layout=b"l", tenant=b"a")
-    assert old.root().hex() == "38e9f0b87efeb3077af1ccdfb9ce62e6"
-    assert replace(old, arithmetic=b"a").root() != old.root()
-
-
 def test_a_prompts_first_block_is_found_under_another_arithmetic():
     mine, theirs = CacheScope(weights=b"w", arithmetic=b"1"), CacheScope(weights=b"w")
     chain, other = (Chain(scope.root(), range(10), 4) for scope in (mine, theirs))

@@ -1,4 +1,4 @@
-"""`cachesvc cache`: what it prints of a disk tier, served or at rest."""
+"""`cachesvc cache`: what it prints of a disk tier, served or at rest, and what it refuses."""
 
 import os
 import subprocess
@@ -32,8 +32,8 @@ with open_shards(pathlib.Path(sys.argv[1]), readonly=False) as (_, shards):
 """
 
 
-def in_cache(command, data_dir, **how):
-    return said("cache", command, "--data-dir", data_dir, **how)
+def in_cache(command, data_dir, *words, **how):
+    return said("cache", command, *words, "--data-dir", data_dir, **how)
 
 
 def store(tier, ids):
@@ -126,3 +126,32 @@ def test_a_nodes_disk_is_looked_into_as_a_servers(tmp_path, ids, where):
     (scope,) = shown["scopes"]
     (node,) = scope["nodes"]
     assert (ids[0].key.hex(), ids[-1].key.hex()) == (node["key"], node["last_key"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "message"),
+    [
+        ("", 2, "either --tenant or --group"),
+        ("--tenant a --group b", 2, "either --tenant or --group"),
+        ("--tenant acme", 2, "say why with --reason"),
+        ("--tenant acme --reason left", 1, "no server runs on"),
+        ("--tenant acme --database-url x", 2, "the running server purges"),
+    ],
+)
+def test_a_purge_says_whose_and_why_and_needs_the_server(data_dir, flags, code, message):
+    assert message in in_cache("purge", data_dir, *flags.split(), code=code)
+    assert NUM_BLOCKS == told("cache", "stats", "--data-dir", data_dir)["num_blocks"]
+
+
+def test_a_pipe_that_closes_early_is_no_damage(data_dir):
+    command = (
+        f"import sys; sys.argv = ['cachesvc', 'cache', 'tree', '--data-dir', {str(data_dir)!r}]"
+    )
+    start = f"{command}; from cachesvc.cli import main; main()"
+    for line in ("", "import sys, io; sys.stdout.reconfigure(write_through=True); "):
+        with subprocess.Popen(
+            [sys.executable, "-c", line + start], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        ) as running:
+            assert running.stdout is not None and running.stderr is not None
+            running.stdout.close()
+            assert b"" == running.stderr.read()

@@ -15,6 +15,7 @@ from api.requests.responses import KeptResponse, StoredResponses
 from api.requests.turns import Conversations, turn_of
 from cachesvc.server.kept_turns import forget_stored
 from cachesvc.server.state_file import FILE_NAME
+from tests.support.disks import Clock
 from tests.support.state import FiledTurns
 from tests.support.wire import ByteTokenizer
 from tiers.blocks.keys import CacheScope
@@ -23,13 +24,6 @@ from tiers.errors import PurgeFailed
 OWNER, OTHER = owner_of(b"a"), owner_of(b"b")
 TURN = [{"role": "user", "content": "hi"}]
 ANSWERED = [*TURN, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "and?"}]
-
-
-class Clock:
-    now_s = 1_000_000.0
-
-    def __call__(self):
-        return self.now_s
 
 
 def opened(folder, clock=None, max_bytes=1 << 20):
@@ -93,11 +87,11 @@ async def test_the_names_in_memory_are_bounded_whatever_becomes_of_the_file(tmp_
         assert 4 == db.execute("SELECT count(*) FROM kept").fetchone()[0]
         db.executemany(
             "INSERT INTO kept VALUES (?, ?, ?, 1, x'00')",
-            [(b"old%d" % number, OWNER, number) for number in range(999_990, 1_000_000)],
+            [(b"old%d" % number, OWNER, number) for number in range(1_699_999_990, 1_700_000_000)],
         )
     db.close()
     turns = few(tmp_path)
-    assert 4 == len(turns._owners) and b"4" in turns and b"old999990" not in turns
+    assert 4 == len(turns._owners) and b"4" in turns and b"old1699999990" not in turns
     turns.start()
     turns.close()
     with sqlite3.connect(tmp_path / FILE_NAME) as db:

@@ -3,6 +3,7 @@
 import pytest
 
 from cachesvc.vllm.weighing import Weigher
+from tests.support.disks import Clock
 from tiers.tier import TierName
 from tiers.transfer.economy import RETRY_EVERY, Cost, CostLine, LoadEconomy
 
@@ -87,13 +88,6 @@ def test_what_was_refused_often_is_tried_again_with_a_little_of_it():
     once = [1] * (RETRY_EVERY - 1) + [4]
     assert once * 2 == found
     assert 2 * (RETRY_EVERY - 1) == economy.refused
-
-
-class Clock:
-    now_s = 0.0
-
-    def __call__(self):
-        return self.now_s
 
 
 @pytest.fixture

@@ -70,6 +70,7 @@ def test_a_copy_that_gives_other_numbers_is_not_used_and_a_refused_one_fails():
 def test_slots_of_both_sizes_never_overlap_and_none_is_lost(operators, seed, layout):
     chance = random.Random(seed)
     pool = DevicePool(layout, 6)
+    places = pool.places
     if seed % 2:
         pool.copy_by(torch.ops.cachesvc.copy)
     held = {}
@@ -86,10 +87,10 @@ def test_slots_of_both_sizes_never_overlap_and_none_is_lost(operators, seed, lay
                 fill(slot)
         elif held:
             slot = chance.choice(list(held))
-            lesser = pool.places.is_lesser(slot)
+            is_lesser = places.is_lesser(slot)
             rows = held.pop(slot)
             to = pool.take(lesser=chance.random() < 0.8) if act < 0.7 else None
-            if act < 0.6 and not lesser:
+            if act < 0.6 and not is_lesser:
                 if to is not None:
                     pool.give(to)
                 owner = pool.owners[slot]
@@ -108,11 +109,15 @@ def test_slots_of_both_sizes_never_overlap_and_none_is_lost(operators, seed, lay
                     fill(other)
             else:
                 pool.give(slot)
-        assert len(held) == pool.places.num_taken
+        lesser = [slot for slot in held if places.is_lesser(slot)]
+        cut = {places.whole_of(slot) for slot in lesser}
+        assert (len(held), len(cut)) == (places.num_taken, places.num_cut)
+        assert 6 == len(held) - len(lesser) + len(cut) + places.num_free
+        assert len(cut) * places.num_lesser == len(lesser) + places.num_lesser_free
         assert all(torch.equal(rows_of(pool, slot), rows) for slot, rows in held.items())
     for slot in held:
         pool.give(slot)
-    assert (6, 0) == (pool.num_free, pool.places.num_taken)
+    assert (6, 0) == (pool.num_free, places.num_taken)
     assert all(pool.take() is not None for _ in range(6))
 
 

@@ -137,22 +137,6 @@ def row(lines, name):
     return re.split(r"\s{2,}", found)
 
 
-def test_the_screen_tells_queues_tiers_tenants_and_rates():
-    lines, _ = drawn(shown(times=2))
-    text = "\n".join(lines)
-    assert lines[0].startswith("cachesvc 0.1.0  smollm2-135m")
-    assert "running 3  waiting 1  loading 1" in text
-    assert "refused 3" in text
-    assert "ttft 61/110/177" in text
-    assert ["120", "50", "0"] == row(lines, "device")[5:8]
-    assert ["31", "0", "3"] == row(lines, "host")[5:8]
-    assert ["8", "0", "0", "-"] == row(lines, "disk")[5:], "nothing has left the disk"
-    tenants = [row(lines, name)[:3] for name in ("acme", "globex", "initech")]
-    assert [["acme", "7.0", "4014"], ["globex", "1.0", "902"], ["initech", "0.0", "120"]] == tenants
-    assert 4 == sum("▆" in line for line in lines)
-    assert "hold the screen still" in lines[-1]
-
-
 @pytest.mark.parametrize("size", [(80, 24), (40, 12), (200, 60), (20, 6)])
 def test_no_size_of_terminal_breaks_it(size):
     lines, _ = drawn(shown(times=2), size=size)
