@@ -109,6 +109,7 @@ REMOVED_OPTIONS = {
         "multiply the tokens of --json by your card's prices",
     ),
     "replay --token-bytes": "multiply `written_blocks` of --json by the bytes of a block",
+    "conform --offline": "start a server with small tiers, and give its URL: see docs/exactness.md",
     "conform --cold": "the ways of cachesvc, vLLM, SGLang and llama-server are known; leave it out",
     "conform --restart": "restart the server between two runs with one --seed",
     "conform --adapter": "serve it, and ask it by its name: `cachesvc conform URL --model NAME`",

@@ -1,13 +1,10 @@
 """`cachesvc conform`: checks from outside that a server's cache never changes an answer."""
 
-import contextlib
 from typing import Annotated, Any
 
 import typer
 
 from cachesvc.cli.render import AsJson, fail, print_json, print_table, progress
-from cachesvc.config.errors import ConfigError
-from cachesvc.conform.offline import own_server
 from cachesvc.conform.question import rounds
 from cachesvc.conform.report import faults, summary
 from cachesvc.conform.suite import Suite
@@ -15,9 +12,8 @@ from cachesvc.conform.target import TargetError, find_target
 
 
 def conform(
-    url: Annotated[str | None, typer.Argument(help="The server, such as http://HOST:PORT")] = None,
-    offline: Annotated[bool, typer.Option("--offline", help="Start an own server to ask")] = False,
-    model: Annotated[str | None, typer.Option(help="The model to ask, or to serve")] = None,
+    url: Annotated[str, typer.Argument(help="The server, such as http://HOST:PORT")],
+    model: Annotated[str | None, typer.Option(help="The model to ask  [its first]")] = None,
     key: Annotated[str | None, typer.Option(envvar="CACHESVC_KEY", help="API key")] = None,
     cases: Annotated[int, typer.Option(min=1, help="Least number of comparisons")] = 1000,
     block: Annotated[int, typer.Option(min=2, help="Tokens in a block of the server")] = 64,
@@ -33,23 +29,18 @@ def conform(
 
     Asks cachesvc, vLLM, SGLang or llama-server. Exit code 1 if an answer differs.
     """
-    if (url is None) is not offline:
-        raise ConfigError("give either the URL of a server, or --offline")
     asked = rounds(block=block, max_tokens=max_tokens, seed=seed, longest=longest, as_text=text)
     checks = []
     try:
-        with own_server(model) if url is None else contextlib.nullcontext(url) as at:
-            target = find_target(at, model=None if offline else model, key=key)
-            with progress("comparing answers", cases) as step:
-                for check in Suite(target, asked, clients=clients).run(cases):
-                    checks.append(check)
-                    step(1)
+        target = find_target(url, model=model, key=key)
+        with progress("comparing answers", cases) as step:
+            for check in Suite(target, asked, clients=clients).run(cases):
+                checks.append(check)
+                step(1)
     except TargetError as error:
         fail(str(error))
-    # vLLM's own cache may be as large as its GPU, so that nothing below it is asked.
-    own = offline and (target.serves or {}).get("engine") != "vllm"
     told = summary(checks)
-    wrong = faults(told, bits=bits, tiers=("device", "host", "disk") if own else ())
+    wrong = faults(told, bits=bits)
     if json:
         print_json({"server": target.owner, "serves": target.serves, **told, "faults": wrong})
     else:

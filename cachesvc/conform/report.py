@@ -1,7 +1,7 @@
 """What a run found, as JSON and in sentences."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -36,8 +36,8 @@ def _counts(checks: Sequence[Check]) -> dict[str, int]:
     return {"cases": len(checks), "flips": len(checks) - len(same), "moves": moves}
 
 
-def faults(told: Mapping[str, Any], *, bits: bool, tiers: Iterable[str] = ()) -> list[str]:
-    """Why a run with this summary does not conform; empty if it does. `tiers` had to serve."""
+def faults(told: Mapping[str, Any], *, bits: bool) -> list[str]:
+    """Why a run with this summary does not conform; empty if it does."""
     controls = sum(told["kinds"].get(kind, {}).get("flips", 0) for kind in CONTROLS)
     found = {
         f"{told['flips']} of {told['cases']} answers differ from the cold one": told["flips"],
@@ -47,11 +47,6 @@ def faults(told: Mapping[str, Any], *, bits: bool, tiers: Iterable[str] = ()) ->
         "the server serves no log-probabilities, so bits cannot be compared": bits
         and told["largest_move"] is None,
         f"log-probabilities moved in {told['moves']} further answers": bits and told["moves"],
-        **{
-            f"no token was served from the {tier} tier: ask more cases, or make the tiers smaller "
-            "with CACHESVC_CACHE__DEVICE_BYTES and the like": tier not in told["tiers"]
-            for tier in tiers
-        },
         "nothing was compared": not told["cases"],
     }
     return [sentence for sentence, holds in found.items() if holds]

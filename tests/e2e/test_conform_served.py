@@ -1,22 +1,19 @@
-"""`cachesvc conform --offline` on a tiny model: a real server, every tier, and a broken engine."""
+"""`cachesvc conform` of a real server of a tiny model: every tier, and a broken engine."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.live_server import ForkedServer
+from tests.live_server import serve
+from tests.support.commands import call
 from tests.support.models import save_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 ROOT = Path(__file__).parents[2]
-SCRIPT = Path(sys.executable).with_name("cachesvc")
-SIZES = {"DEVICE_BYTES": "2MiB", "HOST_BYTES": "2MiB", "DISK_BYTES": "1GiB", "BLOCK_SIZE": "16"}
+SMALL = ("--device-cache=2MiB", "--host-cache=2MiB", "--disk-cache=1GiB", "--block-size=16")
 # Makes a process import the broken copies beside it in place of the modules they are named after.
 SITE = """
 import importlib.util, pathlib, sys
@@ -52,42 +49,25 @@ BREAKS = {
 }
 
 
-def conform(tmp_path: Path, *, cases: int, **environment: str) -> tuple[Any, Any]:
-    """The finished command on a tiny model, and its JSON."""
-    if not (tmp_path / "tiny").exists():
-        save_tiny_model(tmp_path / "tiny")
-    small = {f"CACHESVC_CACHE__{name}": size for name, size in SIZES.items()}
-    asked = ["--text", "--block", "16", "--longest", "50", "--cases", str(cases), "--json"]
-    command = [SCRIPT, "conform", "--offline", "--model", "tiny"]
-    done = subprocess.run(
-        [*command, *asked],
-        env={**os.environ, **small, "OMP_NUM_THREADS": "1", **environment},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.stdout.startswith("{"), done.stdout + done.stderr
-    return done, json.loads(done.stdout)
+def conform(tmp_path: Path, *, cases: int, **environment: str) -> tuple[int, Any, Any]:
+    """The command's exit code and JSON, and what the server says of its model."""
+    save_tiny_model(tmp_path / "tiny")
+    served = ("--model", tmp_path / "tiny", "--data-dir", tmp_path / "data", *SMALL)
+    environment |= {"CACHESVC_CACHE__WEIGH_LOADS": "false", "OMP_NUM_THREADS": "1"}
+    asked = ("--text", "--block", 16, "--longest", 50, "--cases", cases, "--json")
+    with serve(tmp_path / "log", *served, **environment) as (_, url):
+        ended = call("conform", url, *asked)
+        model = httpx.get(f"{url}/v1/models").json()["data"][0]
+    assert ended.stdout.startswith("{"), ended.output
+    return ended.exit_code, json.loads(ended.stdout), model
 
 
 def test_our_own_server_conforms_and_says_what_serves(tmp_path):
-    done, told = conform(tmp_path, cases=200)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert (told["flips"], told["faults"]) == (0, [])
+    code, told, model = conform(tmp_path, cases=200)
+    assert (code, told["flips"], told["faults"]) == (0, 0, [])
     assert set(told["tiers"]) >= {"device", "host", "disk"}
     assert (told["serves"]["dtype"], told["serves"]["engine"]) == ("float32", "embedded")
-
-    server = ForkedServer(tmp_path, tmp_path / "tiny")
-    try:
-        url = server.start()
-        exactness = httpx.get(f"{url}/v1/models").json()["data"][0]["exactness"]
-        same = ("weights", "tokenizer", "layout", "arithmetic", "dtype")
-        assert [told["serves"][name] for name in same] == [
-            exactness["serves"][name] for name in same
-        ]
-    finally:
-        server.stop()
+    assert told["serves"] == model["exactness"]["serves"]
 
 
 @pytest.mark.slow
@@ -100,6 +80,6 @@ def test_an_engine_broken_on_purpose_is_found(tmp_path, broken):
         source = (ROOT / f"{module.replace('.', '/')}.py").read_text()
         assert source.count(sound) == 1, f"{module} has changed: break it elsewhere"
         (site / f"{module}.py").write_text(source.replace(sound, instead))
-    done, told = conform(tmp_path, cases=40, PYTHONPATH=str(site))
-    assert done.returncode == 1 and told["faults"], done.stdout + done.stderr
+    code, told, _ = conform(tmp_path, cases=40, PYTHONPATH=str(site))
+    assert code == 1 and told["faults"]
     assert told["flips"] > 0
