@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
+from typing import NoReturn
 
 from fastapi import Request
 from starlette.responses import Response
@@ -111,6 +112,14 @@ async def deliver(
         publish=publish,
     )
     return DeliveryResponse(delivery, request.app.state.deliveries)
+
+
+def refuse(arrival: Arrival, job: Job, error: Exception) -> NoReturn:
+    """Records in the journal that a request is refused before anything is held for it, and raises
+    the reason."""
+    ending = _Ending(arrival.log, arrival.wire, job, arrival.principal, arrival.request)
+    ending.refused(type(error), error, None)
+    raise error
 
 
 class _Ending:

@@ -123,18 +123,17 @@ def _direct_routes() -> list[Route]:
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     """Binds the engine's outputs to this loop; at shutdown waits for unsettled deliveries."""
     app.state.wire.inference.bridge.bind(asyncio.get_running_loop())
-    models = app.state.wire.inference.models.values()
-    endpoints = [model.endpoint for model in models if model.endpoint is not None]
-    watches = [asyncio.create_task(endpoint.watch()) for endpoint in endpoints]
+    engines = app.state.wire.inference.engines
+    watches = [asyncio.create_task(each.watch()) for each in engines if each.watch is not None]
     try:
         yield
     finally:
         if app.state.deliveries:
             await asyncio.wait(app.state.deliveries, timeout=DRAIN_S)
         app.state.wire.inference.bridge.unbind()
-        for watch, endpoint in zip(watches, endpoints, strict=True):
+        for watch in watches:
             watch.cancel()
-            await endpoint.sites.close()
+        await asyncio.gather(*watches, return_exceptions=True)  # they close what they opened
         await app.state.wire.access.limits.close()
 
 

@@ -4,7 +4,7 @@
 of `tests.support.wire`. The event loop alone uses them, except where a method says otherwise.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -77,6 +77,7 @@ class EngineParts:
     retention: "Retention"
     quotes: "Quotes"
     publish: "Publish | None" = None  # None: no store is shared with other servers
+    watch: Callable[[], Coroutine[Any, Any, None]] | None = None  # runs while the app does
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,10 +1,11 @@
 """A model as the wire sees it, and the protocol of the engine behind it."""
 
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from api.errors import ContextLengthExceeded, ModelNotFound
+from engine.errors import RemoteAway
 from engine.promise import Promise
 from engine.request import FinishReason, Request, StepOutput
 from tiers.blocks.keys import CacheScope
@@ -12,6 +13,9 @@ from tiers.blocks.keys import CacheScope
 if TYPE_CHECKING:
     from engine.remote.upstreams import Upstreams
     from engine.text.tokenizer import Tokenizer
+
+
+NO_ENGINE = "No engine of this model answers now; try again later."
 
 
 class EngineClient(Protocol):
@@ -37,8 +41,7 @@ class Endpoint:
 
     `model` is their name of the model. `key` is ours there. `salted` are the paths where they
     keep prompts of different `cache_salt` apart. `counts_one`: of several prompts in a request they
-    count the first alone. `began` and `ended` are told of each request that passes. `watch` asks
-    sites that fail whether they are back; it runs while the app does.
+    count the first alone. `began` and `ended` are told of each request that passes.
     """
 
     sites: "Upstreams"
@@ -48,7 +51,6 @@ class Endpoint:
     counts_one: bool = False
     began: Callable[[], None]
     ended: Callable[[StepOutput], None]
-    watch: Callable[[], Coroutine[Any, Any, None]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +72,7 @@ class ServedModel:
     exactness: Mapping[str, Any] | None = None  # what serves it, for clients
     promise: Promise | None = None  # what a hit leaves equal; None: unknown
     endpoint: Endpoint | None = None  # where its requests pass to; None: the engine here
+    is_absent: bool = False  # no engine of it has answered yet, so its context is not known
 
     @property
     def max_chars(self) -> int:
@@ -121,6 +124,14 @@ class ServedModel:
 
 
 def find_model(models: Mapping[str, ServedModel], name: str | None) -> ServedModel:
+    """As `named`. Raises RemoteAway for a model that is absent."""
+    model = named(models, name)
+    if model.is_absent:
+        raise RemoteAway(NO_ENGINE)
+    return model
+
+
+def named(models: Mapping[str, ServedModel], name: str | None) -> ServedModel:
     """The model of that name, or the first without one. Raises ModelNotFound, with the served
     names."""
     try:

@@ -12,7 +12,10 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
 
 import cachesvc
 from api.access.fair_pool import encoder_pool
@@ -27,10 +30,11 @@ from api.collaborators import (
     WireSettings,
 )
 from api.requests.bridge import OutputBridge
-from api.requests.metering import LedgerMeter
+from api.requests.metering import LedgerMeter, durable
 from api.requests.quote import Quotes
 from api.requests.retention import Retention
 from api.served_model import ServedModel
+from cachesvc.config.errors import ConfigError
 from cachesvc.config.places import disk_path
 from cachesvc.config.settings import Settings
 from cachesvc.operator.lookups import CacheSurvey
@@ -48,7 +52,7 @@ from cachesvc.server.request_memory import RequestMemory
 from cachesvc.server.served_models import Serving, served_models
 from cachesvc.server.server_file import announced
 from cachesvc.server.watch import ServerWatch, failure_of
-from engine.errors import EngineFailed
+from engine.errors import EngineAway, EngineFailed, ModelError
 from engine.request import StepOutput
 from tiers.disk.pin_file import load_pins
 from tiers.telemetry.events import EventStream
@@ -75,15 +79,25 @@ class Service:
         quotas = QuotaBook(settings.cache, settings.server.data_dir)
         with ExitStack() as opened:
             self.servings: list[Serving] = []
+            away: dict[int, EngineAway] = {}  # by place
             for place, (one, make_backend) in enumerate(makers):
                 shares = quotas.shares if place == main else None
-                core = make_backend(self._on_outputs, stream, shares)
+                try:
+                    core = make_backend(self._on_outputs, stream, shares)
+                except EngineAway as error:
+                    away[place] = error
+                    core = self._absent(place, makers[place], stream)
                 opened.callback(core.close)
                 self.servings.append(Serving(core, served_models(core, one.model)))
+            if len(away) == len(makers):
+                raise away[0]
             opened.pop_all()  # from here on `close` closes them
-        self.main = self.servings[main]
+        for place, why in away.items():
+            logger.warning(f"{why}; {self.servings[place].name} is served once it answers")
+        self.main = next(self.servings[p] for p in (main, *range(len(makers))) if p not in away)
         self.core = core = self.main.core
-        note_scopes(settings.server.data_dir, self._models.values())
+        known = [each for each in self._models.values() if not each.is_absent]
+        note_scopes(settings.server.data_dir, known)
         quotas.add(money.salts, self.main.models.values())
         core.tell_owners(quotas.owners.names())
         self._watch = ServerWatch(self.main, self.servings, money)
@@ -105,7 +119,7 @@ class Service:
                 limits=money.limits,
             ),
             inference=Inference(
-                engines=[self._engine_parts(each, meter) for each in self.servings],
+                engines=[self._engine_parts(place, meter) for place in range(len(self.servings))],
                 bridge=self._bridge,
                 encoders=self._encoders,
             ),
@@ -123,8 +137,8 @@ class Service:
             readiness=self._watch.readiness,
             render_metrics=self.metrics.render,
         )
-        app = create_app(wire, admin=self.dashboard.parts, version=cachesvc.__version__)
-        return Timed(app, self.metrics)
+        self._app = create_app(wire, admin=self.dashboard.parts, version=cachesvc.__version__)
+        return Timed(self._app, self.metrics)
 
     def start(self) -> None:
         """Starts the ledger, the app and the engine, whose first steps warm it up."""
@@ -186,8 +200,45 @@ class Service:
             elsewhere=[each.name for each in self.servings if each.core is not core],
         )
 
-    def _engine_parts(self, serving: Serving, meter: LedgerMeter) -> EngineParts:
-        core, bounds = serving.core, self._settings.engine
+    def _absent(
+        self, place: int, maker: tuple[Settings, MakeBackend], stream: EventStream
+    ) -> Backend:
+        """Takes the place of an engine that does not answer at the start, until it does."""
+        from cachesvc.server.relay.core import absent  # with aiohttp
+
+        settings, make_backend = maker
+
+        async def find() -> None:
+            thread = ThreadPoolExecutor(1, thread_name_prefix="cachesvc-join")
+            making = thread.submit(make_backend, self._on_outputs, stream, None)
+            thread.shutdown(wait=False)  # it ends with this
+            try:
+                core = await durable(making)
+            except asyncio.CancelledError:
+                making.add_done_callback(_close_unused)
+                raise
+            except ConfigError as error:
+                raise ModelError(str(error)) from error
+            serving = Serving(core, served_models(core, settings.model))
+            data_dir = settings.server.data_dir
+            await asyncio.to_thread(note_scopes, data_dir, serving.models.values())
+            self.servings[place] = serving
+            wire = self._app.state.wire
+            engines = list(wire.inference.engines)
+            engines[place] = self._engine_parts(place, wire.books.meter)
+            inference = replace(wire.inference, engines=engines)
+            self._app.state.wire = replace(wire, inference=inference)
+
+        return absent(settings, self._on_outputs, find)
+
+    async def _watch_engine(self, place: int) -> None:
+        """Watches an engine elsewhere, or until one comes, and then that."""
+        while (watch := getattr(self.servings[place].core, "watch", None)) is not None:
+            await watch()
+
+    def _engine_parts(self, place: int, meter: LedgerMeter) -> EngineParts:
+        serving, bounds = self.servings[place], self._settings.engine
+        core = serving.core
         engine, block_size = core.engine, core.layout.block_size
         operator = self._operator if serving is self.main else self._operator_of(core, None)
         survey = CacheSurvey(core.blocks, block_size) if core.blocks else None
@@ -199,6 +250,7 @@ class Service:
             retention=Retention(operator),
             quotes=Quotes(engine, meter, survey),
             publish=operator.publish if core.is_shared else None,
+            watch=partial(self._watch_engine, place),
         )
 
     async def _serve(self, http: HttpServer, listener: socket.socket) -> None:
@@ -231,3 +283,8 @@ class Service:
             pins=load_pins(disk_path(data_dir)),
             clock=lambda: self.core.operations.now_s,
         )
+
+
+def _close_unused(making: "Future[Backend]") -> None:
+    if not making.cancelled() and making.exception() is None:
+        making.result().close()

@@ -5,7 +5,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 
 from api.context import authorised, wire_of
-from api.served_model import ServedModel, find_model
+from api.served_model import ServedModel, named
 from billing.errors import NoPrice
 from billing.keys import Principal
 from billing.money import format_units
@@ -27,8 +27,8 @@ def _card(request: Request, principal: Principal, model: ServedModel) -> dict[st
         "owned_by": "cachesvc",
         "root": model.parent or model.name,
         "parent": model.parent,
-        "max_model_len": model.max_context,
-        "context_length": model.max_context,
+        "max_model_len": model.max_context or None,  # of an absent model it is not known
+        "context_length": model.max_context or None,
         "architecture": {"input_modalities": ["text"], "output_modalities": ["text"]},
         "pricing": pricing,
     }
@@ -68,4 +68,4 @@ async def list_models(request: Request) -> dict[str, Any]:
 async def show_model(request: Request, name: str) -> dict[str, Any]:
     """One model or adapter; 404 if the name is not served."""
     principal = await authorised(request)
-    return _card(request, principal, find_model(wire_of(request).inference.models, name))
+    return _card(request, principal, named(wire_of(request).inference.models, name))

@@ -50,6 +50,7 @@ def served_models(core: Backend, settings: ModelSection) -> Mapping[str, ServedM
         created=int(time.time()),
         promise=core.promise,
         endpoint=getattr(core, "endpoint", None),  # only a `CoreElsewhere` may have one
+        is_absent=getattr(core, "is_absent", False),
     )
     adapted = [
         replace(

@@ -61,8 +61,15 @@ class ServerWatch:
         if failed := next((stats.failed for stats in each.values() if stats.failed), None):
             return Readiness(False, f"the engine has failed: {failed}", alive=False)
         away = [name for name, stats in each.items() if stats.are_away]
+        away_urls = {
+            use.url: "is refused; the log says why" if use.is_refused else "does not answer"
+            for stats in each.values()
+            for use in stats.engines
+            if not use.is_up
+        }
+        engines = {"engines": away_urls} if away_urls else {}
         if len(away) == len(each):
-            return Readiness(False, "no engine of the model answers")
+            return Readiness(False, "no engine of the model answers", engines)
         if refused := self._money.books.ledger.refuses:
             return Readiness(False, refused)
         detail: dict[str, Any] = {
@@ -73,16 +80,9 @@ class ServerWatch:
             detail["models"] = {
                 name: "no engine of the model answers" if name in away else "ready" for name in each
             }
-        uses = [use for stats in each.values() for use in stats.engines]
-        if away_urls := {
-            use.url: "is refused; the log says why" if use.is_refused else "does not answer"
-            for use in uses
-            if not use.is_up
-        }:
-            detail["engines"] = away_urls
         disk = self._core.engine.stats().cache.disk
         limited = {"limited": [disk.limit]} if disk is not None and disk.limit else {}
-        return Readiness(True, "", detail | limited | _degraded(disk))
+        return Readiness(True, "", detail | engines | limited | _degraded(disk))
 
     async def engine(self, http: HttpServer) -> None:
         """Ends the server if an engine has died, so that the supervisor restarts it."""

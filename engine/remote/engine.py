@@ -185,7 +185,7 @@ class RemoteEngine:
         self._loop.run_forever()
 
     async def _watch(self) -> None:
-        await asyncio.gather(self._look(), self._upstreams.join())
+        await asyncio.gather(self._look(), self._upstreams.watch())
 
     async def _look(self) -> None:
         """Asks the engines whether they serve, reads their counters while they have work, and

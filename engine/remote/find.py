@@ -32,6 +32,7 @@ _SAYS = (
     ("/get_server_info", _SGLANG, "tokenizer_path"),
     ("/version", "vLLM", "version"),
 )
+FIND_S = 60.0  # for each answer to what is asked here
 OF_A_PROXY = (502, 503, 504)  # before an engine that does not answer
 _LARK = 'start: %json {"type": "boolean"}'  # no other backend than llguidance reads it
 
@@ -69,7 +70,7 @@ async def find_each(urls: Sequence[str], find: Callable[[str], Awaitable[T]]) ->
 
 
 async def find(url: str, meant: Meant, key: str = "") -> Remote:
-    http = EngineHttp(url, key)
+    http = EngineHttp(url, key, FIND_S)
     try:
         remote = await _found(http, meant)
     except RemoteFault as fault:
@@ -84,19 +85,21 @@ async def find(url: str, meant: Meant, key: str = "") -> Remote:
 
 
 async def is_no_token_engine(urls: Sequence[str], key: str = "") -> bool:
-    """Whether the first that answers lists models and is neither vLLM nor SGLang."""
+    """Whether the first that answers lists models and is neither vLLM nor SGLang. Raises EngineAway
+    if none answers."""
+    away = list[EngineAway]()
     for url in urls:
-        http = EngineHttp(url, key)
+        http = EngineHttp(url, key, FIND_S)
         try:
             if (await _said(http))[0]:
                 return False
             status, answer = await http.ask("GET", "/v1/models")
             return status == 200 and isinstance(answer, dict) and "data" in answer
-        except RemoteFault:
-            continue
+        except RemoteFault as fault:
+            away.append(EngineAway(f"the engine at {url} cannot be used: {fault}"))
         finally:
             await http.close()
-    return False  # `find` says what is wrong
+    raise away[0]
 
 
 async def _found(http: EngineHttp, meant: Meant) -> Remote:
@@ -151,6 +154,8 @@ async def _vllm(http: EngineHttp, meant: Meant, model: str) -> _Told:
     if status != 200:  # 403: off; 404: older
         kind, whole = Completions, {**asked, "return_token_ids": True}
         status, answer = await http.ask("POST", Completions.path, whole)
+    if status >= 500:
+        raise RemoteAway(f"POST {kind.path} gives {status}")
     if status != 200 or not answer["choices"][0].get("token_ids"):
         raise ModelError(
             f"the engine at {http.url} gives no token ids ({status}); vLLM does from 0.10.2 on"

@@ -28,7 +28,7 @@ from tiers.remote.breaker import StoreBreaker
 logger = logging.getLogger(__name__)
 
 PROBE_S = 10.0
-JOIN_S = 1.0  # between looks for one that did not answer at the start
+JOIN_S = 1.0  # between looks for one that is away
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,19 +48,24 @@ class Upstream:
     """One of the engines. `counters` are of its own metrics. It has no `remote` if requests pass to
     it as they are.
 
-    One that did not answer at the start is asked for nothing until `find` has found it. That raises
-    ModelError for what must not be used.
+    One that did not answer at the start, or that failed too often since, is asked for nothing until
+    `find` has found it: another may answer there now. `find` raises ModelError for what must not be
+    used.
     """
 
     def __init__(
         self,
         http: EngineHttp,
         remote: Remote | None = None,
-        find: Callable[[], Awaitable[Remote | None]] | None = None,
+        *,
+        find: Callable[[], Awaitable[Remote | None]],
+        is_found: bool = True,
     ) -> None:
         self.http = http
         self._remote = remote
         self._find = find
+        self._is_away = not is_found
+        self.is_found = is_found  # by now or before
         self._refused = ""  # why what answers there is not used
         self.counters: dict[str, float] = {}
         self.num_in_flight = 0
@@ -76,11 +81,7 @@ class Upstream:
     @property
     def is_up(self) -> bool:
         """Whether it answered when it was last asked, or did not fail often enough to tell."""
-        return self.is_found and not self._breaker.is_tripped
-
-    @property
-    def is_found(self) -> bool:
-        return self._find is None
+        return not self._is_away
 
     def use(self) -> EngineUse:
         tokens = self._prompt_tokens, self._hit_tokens
@@ -89,7 +90,7 @@ class Upstream:
 
     def allows(self, request: Request | None) -> bool:
         """Whether to ask it now for this request, which those took that had been found then."""
-        if not (self.is_found and self._breaker.allows()):
+        if self._is_away:
             return False
         try:
             if request is not None:
@@ -105,7 +106,11 @@ class Upstream:
     def failed(self, fault: RemoteFault) -> None:
         self._errors += 1
         if not isinstance(fault, RemoteBusy):
-            self._breaker.failed()
+            self._missed()
+
+    def _missed(self) -> None:
+        self._breaker.failed()
+        self._is_away |= self._breaker.is_tripped
 
     def served(self, counts: TokenCounts) -> None:
         self._prompt_tokens += counts.prompt
@@ -124,11 +129,9 @@ class Upstream:
             self.num_in_flight -= 1
 
     async def probe(self, *, counting: bool) -> None:
-        """Asks whether it serves, unless it is to be left alone, and reads its counters if wanted.
-
-        An answer here ends a pause. It does not make up for requests that failed.
-        """
-        if not (self.is_found and self._breaker.allows()):
+        """Asks whether it serves, unless it is away, and reads its counters if wanted. An answer
+        here does not make up for requests that failed."""
+        if self._is_away:
             return
         try:
             async with asyncio.timeout(PROBE_S):
@@ -140,15 +143,21 @@ class Upstream:
                     self.counters = counters_in(str(text))
         except (RemoteFault, TimeoutError):
             self._missed_probe = True
-            self._breaker.failed()
+            self._missed()
         else:
-            if self._missed_probe or not self.is_up:
+            if self._missed_probe:
                 self._missed_probe = False
                 self._breaker.succeeded()
 
+    async def watch(self) -> None:
+        """Looks for it whenever it is away, without an end."""
+        while True:
+            await self.join()
+            await asyncio.sleep(JOIN_S)
+
     async def join(self) -> None:
         """Returns once it is found."""
-        while self._find is not None:
+        while self._is_away:
             await asyncio.sleep(JOIN_S)
             if not self._breaker.allows():
                 continue
@@ -164,7 +173,7 @@ class Upstream:
                 logger.exception(f"what answers at {self.http.url} is not understood, nor used")
                 self._breaker.failed()
             else:
-                self._find, self._refused = None, ""
+                self.is_found, self._is_away, self._refused = True, False, ""
                 self._breaker.succeeded()
                 logger.info(f"the engine at {self.http.url} answers now, and is used")
 
@@ -193,8 +202,8 @@ class Upstreams:
     async def probe(self, *, counting: bool) -> None:
         await asyncio.gather(*(each.probe(counting=counting) for each in self.each))
 
-    async def join(self) -> None:
-        await asyncio.gather(*(each.join() for each in self.each))
+    async def watch(self) -> None:
+        await asyncio.gather(*(each.watch() for each in self.each))
 
     async def close(self) -> None:
         for each in self.each:

@@ -211,9 +211,11 @@ async def test_what_fails_after_its_first_token_is_tried_nowhere_else(
 async def test_a_server_is_ready_while_one_of_its_engines_answers(
     engine, other, model, tmp_path, monkeypatch
 ):
-    """Nobody has to send a request for that."""
+    """Nobody has to send a request for that. One that comes back is checked as at the start."""
     monkeypatch.setattr(engine_module, "LOOK_S", 0.02)
-    monkeypatch.setattr(breaker_module, "FIRST_PAUSE_S", 0.5)
+    monkeypatch.setattr(upstreams_module, "JOIN_S", 0.02)
+    monkeypatch.setattr(breaker_module, "FIRST_PAUSE_S", 0.1)
+    monkeypatch.setattr(breaker_module, "MOST_PAUSE_S", 0.1)
     urls = [engine.url, other.url]
     async with serving(tmp_path, model, engine_backend=urls) as (service, client):
 
@@ -223,16 +225,27 @@ async def test_a_server_is_ready_while_one_of_its_engines_answers(
                     await anyio.sleep(0.02)
             return await client.get("/health/ready")
 
-        engine.about["/health"] = (503, {})
+        right = dict(other.about)
+        engine.about["/health"] = engine.about["/version"] = (503, {})
         assert 200 == (await until([False, True])).status_code
-        other.about["/health"] = (500, {})
+        other.about["/health"] = other.about["/version"] = (503, {})
         refused = await until([False, False])
         assert (503, True) == (refused.status_code, "no engine of the model" in refused.text)
         answer = await client.post("/v1/completions", json=body())
         assert (503, "engine_unavailable") == (answer.status_code, answer.json()["error"]["code"])
         assert [] == engine.asked + other.asked, "those that are left alone are not asked"
         assert 200 == (await client.get("/health")).status_code
-        other.about["/health"] = {}
+        other.about |= right | {"/health": {}, "/tokenize": {"tokens": [1]}}
+        with anyio.fail_after(PATIENCE_S):
+            told = None
+            while told != {
+                engine.url: "does not answer",
+                other.url: "is refused; the log says why",
+            }:
+                told = (await client.get("/health/ready")).json()["engines"]
+        assert 503 == (await client.post("/v1/completions", json=body())).status_code
+        assert [] == other.asked, "it is another model by now"
+        other.about |= right
         assert 200 == (await until([False, True])).status_code
         answer = await client.post("/v1/completions", json=body())
         assert (200, 1) == (answer.status_code, len(other.asked))

@@ -216,7 +216,15 @@ async def test_readiness_tells_when_no_site_answers_and_when_one_is_back(up, tmp
         assert 503 == (await client.get("/health/ready")).status_code
         (use,) = service.core.engine.stats().engines
         assert (up.url, False, 0, 3) == (use.url, use.is_up, use.num_in_flight, use.errors)
-        up.status = 200
+        up.status, right = 200, up.cards
+        up.cards = [right[0] | {"id": "third"}]
+        async with asyncio.timeout(30):
+            refused = {up.url: "is refused; the log says why"}
+            while (await client.get("/health/ready")).json().get("engines") != refused:
+                await asyncio.sleep(0.05)
+        assert 503 == (await client.post(CHAT, json=body(CHAT))).status_code
+        assert 3 == len(up.asked), "it has come back as another model"
+        up.cards = right
         async with asyncio.timeout(30):
             while (await client.get("/health/ready")).status_code != 200:
                 await asyncio.sleep(0.05)

@@ -6,18 +6,23 @@ from collections import Counter
 from contextlib import asynccontextmanager
 from decimal import Decimal
 
+import anyio
 import pytest
 
 from billing.gate.entries import Kind
 from billing.gate.holds import decode_request
 from billing.store import reports
+from engine.errors import EngineAway
 from engine.models.describe import describe_folder
+from engine.remote import upstreams
 from engine.remote.find import PROBE
 from tests.api.real_service import served as serving
+from tests.patience import PATIENCE_S
 from tests.support.models import save_tiny_adapter, save_tiny_model
 from tests.support.remote_engine import DONE, RemoteEngineServer, vllm_about, vllm_chunk, vllm_usage
 from tests.support.stand_in import WAIT, served
-from tests.support.upstream import CHAT, body, stream_of
+from tests.support.upstream import CHAT, MESSAGES, body, stream_of
+from tiers.remote import breaker
 
 pytestmark = pytest.mark.anyio
 COMPLETIONS = "/v1/completions"
@@ -138,6 +143,114 @@ async def test_an_engine_that_is_down_or_full_is_its_own_models_alone(start, eng
         assert [("there", False), ("one", True), ("two", True)] == [
             (use.model, use.is_up) for use in stats.engines
         ]
+
+
+async def sent(client, model):
+    """A request in each protocol that the tests ask for, to a model that is absent."""
+    messages = [{"role": "user", "content": "x"}]
+    for path, told in {
+        COMPLETIONS: completion(model) | {"stream": True, "cachesvc": {"details": True}},
+        CHAT: {"model": model, "messages": messages},
+        MESSAGES: {"model": model, "messages": messages, "max_tokens": 2},
+    }.items():
+        answer = await client.post(path, json=told)
+        assert (503, "5") == (answer.status_code, answer.headers["retry-after"]), answer.text
+        yield path, answer.json()
+
+
+@pytest.mark.parametrize("main", [True, False])
+async def test_a_model_whose_engine_is_away_at_the_start_is_served_once_that_is_what_it_should_be(
+    folder, engine, up, tmp_path, monkeypatch, caplog, main
+):
+    """Until then it is listed without a context, and a request for it is free, and in the
+    journal. It may be the first of the list; the others are served."""
+    monkeypatch.setattr(upstreams, "JOIN_S", 0.02)
+    for name in ("FIRST_PAUSE_S", "MOST_PAUSE_S"):
+        monkeypatch.setattr(breaker, name, 0.02)
+    right, up.lists = engine.about["/version"], 503
+    engine.about["/version"] = (503, {})
+    relay = {"engine": f"openai+{up.url}", "served_as": "one"}
+    models = [
+        {"name": str(folder), "served_as": "there", "engine": engine.url},
+        {"name": "inner-one", **relay},
+    ]
+    own = {"name": str(folder), "served_as": "small", "device": "cpu"}
+    if main:
+        models.append(own)
+    else:
+        up.lists = 200
+    waiting = ["there", "one"] if main else ["there"]
+    async with serving(tmp_path / "data", None, models=models) as (service, client):
+
+        async def until(url, told):
+            with anyio.fail_after(PATIENCE_S):
+                while told != (await client.get("/health/ready")).json().get("engines", {}).get(
+                    url
+                ):
+                    await anyio.sleep(0.02)
+
+        async def contexts():
+            cards = (await client.get("/v1/models")).json()["data"]
+            return [(card["id"], card["context_length"]) for card in cards]
+
+        assert [each["served_as"] for each in models] == [name for name, _ in await contexts()]
+        assert waiting == [name for name, length in await contexts() if length is None]
+        assert (await client.get("/v1/models/there")).json()["pricing"]["prompt"]
+        ready = await client.get("/health/ready")
+        assert 200 == ready.status_code
+        assert waiting == [n for n, told in ready.json()["models"].items() if told != "ready"]
+        for name in waiting:
+            assert f"{name} is served once it answers" in caplog.text
+            async for path, told in sent(client, name):
+                assert "No engine of this model" in told["error"]["message"]
+                kind = "overloaded_error" if path == MESSAGES else "server_error"
+                assert kind == told["error"]["type"]
+        counted = {"model": "there", "messages": [{"role": "user", "content": "x"}]}
+        assert 503 == (await client.post("/v1/messages/count_tokens", json=counted)).status_code
+        refused = list(service._memory.records.journal.newest())
+        assert {(n, "refused", 503) for n in waiting} == {
+            (each.model, each.state, each.failure.status) for each in refused
+        }
+        assert 3 * len(waiting) == len(refused)
+        with service._money.books.store.reading() as connection:
+            assert [] == list(reports.stream_entries(connection, "default"))
+        served = "small" if main else "one"
+        path, told = (COMPLETIONS, completion(served)) if main else (CHAT, body(CHAT, model="one"))
+        assert 200 == (await client.post(path, json=told)).status_code
+        uses = service._watch.sources.engine().engines
+        assert {n: n not in waiting for n in ("there", "one")} == {u.model: u.is_up for u in uses}
+
+        tokens = engine.about["/tokenize"]
+        engine.about |= {"/version": right, "/tokenize": {"tokens": [1]}}
+        await until(engine.url, "is refused; the log says why")
+        assert "has another tokenizer" in caplog.text
+        async for _ in sent(client, "there"):
+            assert [] == engine.asked
+        engine.about["/tokenize"] = tokens
+        await until(engine.url, None)
+        answer = await client.post(COMPLETIONS, json=completion("there"))
+        assert (200, "there") == (answer.status_code, answer.json()["model"])
+        assert (models[0]["served_as"], 100) == (await contexts())[0]
+        up.cards, up.lists = [up.cards[0]], 200
+        await until(up.url, None)
+        assert 200 == (await client.post(CHAT, json=body(CHAT, model="one"))).status_code
+        assert (
+            dict.fromkeys(["there", "one", *["small"] * main], "ready")
+            == (await client.get("/health/ready")).json()["models"]
+        )
+
+
+async def test_a_server_of_several_models_starts_with_one_of_them_at_least(
+    folder, engine, up, tmp_path
+):
+    engine.about["/version"], up.lists = (503, {}), 503
+    models = [
+        {"name": str(folder), "served_as": "there", "engine": engine.url},
+        {"name": "inner-one", "engine": f"openai+{up.url}"},
+    ]
+    with pytest.raises(EngineAway, match=engine.url):
+        async with serving(tmp_path / "data", None, models=models):
+            pass
 
 
 async def test_metrics_tell_models_at_one_url_apart(start, up):

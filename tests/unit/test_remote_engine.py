@@ -114,6 +114,13 @@ async def faulty(name):
     raise ValueError("a bug")
 
 
+def upstream(http, remote):
+    async def find():
+        return remote
+
+    return Upstream(cast(Any, http), remote, find=find)
+
+
 class House:
     def __init__(self, script, num_engines=1):
         self.now_s = 1
@@ -126,7 +133,7 @@ class House:
             max_tokens=100,
             block_size=16,
         )
-        upstreams = [Upstream(cast(Any, http), remote) for http in self.https]
+        upstreams = [upstream(http, remote) for http in self.https]
         self.engine = RemoteEngine(
             upstreams,
             self._hear,
@@ -177,7 +184,7 @@ def test_an_engine_that_came_later_is_not_given_what_it_would_drop():
     """Those that were there when a request came can do what it asks."""
     remote = Remote(protocol=SGLang(deterministic=False), model="m", max_tokens=9, block_size=16)
     able = replace(remote, protocol=Completions(priorities=True, grammars=False))
-    first, late = (Upstream(cast(Any, Http(two_tokens)), each) for each in (able, remote))
+    first, late = (upstream(Http(two_tokens), each) for each in (able, remote))
     engines, first.num_in_flight = Upstreams([first, late]), 1
     seeded = request(range(32), params=SamplingParams(seed=5))
     assert engines.pick(request=asked()) is late
@@ -198,9 +205,9 @@ def test_an_engine_is_asked_nothing_until_it_is_found_whatever_answers_before(mo
             raise answer
         return answer
 
-    late = Upstream(cast(Any, Http(two_tokens)), find=find)
+    late = Upstream(cast(Any, Http(two_tokens)), find=find, is_found=False)
     engines = Upstreams([late])
-    asyncio.run(engines.join())
+    asyncio.run(late.join())
     assert [(None, False)] * 2 == before
     assert engines.pick() is late and late.remote is remote
     assert "is not understood, nor used" in caplog.text

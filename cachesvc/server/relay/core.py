@@ -2,10 +2,11 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
@@ -23,7 +24,7 @@ from engine.errors import EngineAway, ModelError, RemoteAway, RemoteFault
 from engine.openmp import run_apart
 from engine.promise import Equal, Promise
 from engine.remote.client import EngineHttp
-from engine.remote.find import OF_A_PROXY, find_each
+from engine.remote.find import FIND_S, OF_A_PROXY, find_each
 from engine.remote.upstreams import Upstream, Upstreams
 from engine.request import FinishReason, Request, StepOutput
 from engine.stats import EngineStats
@@ -31,7 +32,6 @@ from tiers.blocks.keys import CacheScope
 from tiers.node.counters import NodeCounters
 from tiers.node.messages import engine_layout
 from tiers.operations.face import CacheOperations
-from tiers.stats import CacheStats
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ _CONTEXTS = ("max_model_len", "context_length", "max_context_length", "context_w
 # Where engines have cache_salt, by the `owned_by` of their models.
 _CHATS = frozenset({CHAT.path, COMPLETIONS.path})
 _SALTED = {"vllm": _CHATS | {RESPONSES.path}, "sglang": _CHATS, "cachesvc": _CHATS}
-LOOK_S = 1.0  # between questions to a site that fails
+LAYOUT = engine_layout(1, 1, 16, "float32")  # of no block
 T = TypeVar("T")
 
 
@@ -73,15 +73,13 @@ class RelayEngine:
 
     def __init__(
         self,
-        operations: NoBlocks,
-        cache: CacheStats,
         on_outputs: Callable[[Sequence[StepOutput]], None],
-        sites: Upstreams,
+        sites: Sequence[Upstream],
         max_tokens: int,
     ) -> None:
-        self._sites = sites
-        self._operations = operations
-        self._cache = cache
+        self.sites = Upstreams(sites)
+        self.operations = NoBlocks()
+        self._cache = cache_stats(LAYOUT, NodeCounters())
         self._on_outputs = on_outputs
         self._num_running = self._num_passed = self._num_prompt = 0
         self.max_tokens = max_tokens
@@ -107,12 +105,12 @@ class RelayEngine:
         """Does nothing: no request is here."""
 
     def predicted_wait_s(self, share: str, num_tokens: int) -> float:
-        return 0.0
+        return 0.0 if self.max_tokens else math.inf  # of a model that is absent
 
     def call(self, function: Callable[[CacheOperations], T]) -> "Future[T]":
         future: Future[T] = Future()
         try:
-            future.set_result(function(self._operations))
+            future.set_result(function(self.operations))
         except Exception as error:  # noqa: BLE001 - handed to who asked
             future.set_exception(error)
         return future
@@ -127,20 +125,15 @@ class RelayEngine:
             prompt_tokens_computed=self._num_prompt,
             jumped_tokens=0,
             cache=self._cache,
-            engines=tuple(each.use() for each in self._sites.each),
+            engines=tuple(each.use() for each in self.sites.each),
         )
 
     async def watch(self) -> None:
-        """Asks the sites that fail whether they are back, without an end, and takes in those that
-        were not there at the start."""
-        await asyncio.gather(self._look(), self._sites.join())
-
-    async def _look(self) -> None:
-        while True:
-            await asyncio.sleep(LOOK_S)
-            for each in self._sites.each:
-                if each.is_found and not each.is_up:
-                    await each.probe(counting=False)
+        """Looks for the sites that are away, without an end. Closes all at its own."""
+        try:
+            await self.sites.watch()
+        finally:
+            await self.sites.close()
 
 
 def build(
@@ -168,9 +161,8 @@ def build(
         f"requests pass to {', '.join(engine.urls)}, for the model {model} there, "
         f"{max_context} tokens of context"
     )
-    layout = engine_layout(1, 1, 16, "float32")
-    operations, tokens = NoBlocks(), NoTokens()
     salted = frozenset.intersection(*(each.salted for each in found))
+    counts_one = any(each.counts_one for each in found)
 
     async def join(url: str) -> None:
         """Raises ModelError for another endpoint than those that the server has started with."""
@@ -182,35 +174,58 @@ def build(
             told = f"has a context of {late.max_context} tokens, not {max_context}"
         elif not late.salted >= salted:
             told = "has no cache_salt, which keeps tenants apart at the others"
+        elif late.counts_one and not counts_one:
+            told = "counts the first prompt of a request alone, which the others do not"
         if told:
             raise ModelError(f"the endpoint at {url} {told}")
 
-    pairs = zip(engine.urls, sought, strict=True)
-    finds = [(url, None if one is not None else partial(join, url)) for url, one in pairs]
-    sites = Upstreams(
-        [Upstream(EngineHttp(url, key, engine.max_time), find=find) for url, find in finds]
+    sites = [
+        Upstream(
+            EngineHttp(url, key, engine.max_time),
+            find=partial(join, url),
+            is_found=one is not None,
+        )
+        for url, one in zip(engine.urls, sought, strict=True)
+    ]
+    relay = RelayEngine(on_outputs, sites, max_context)
+    endpoint = Endpoint(
+        sites=relay.sites,
+        model=model,
+        key=key,
+        salted=salted,
+        counts_one=counts_one,
+        began=relay.began,
+        ended=relay.ended,
     )
-    stats = cache_stats(layout, NodeCounters())
-    relay = RelayEngine(operations, stats, on_outputs, sites, max_context)
+    core = _core(relay, f"{engine.urls[0]} {model}")
+    return replace(core, endpoint=endpoint, watch=relay.watch)
+
+
+def absent(
+    settings: Settings,
+    on_outputs: Callable[[Sequence[StepOutput]], None],
+    find: Callable[[], Awaitable[None]],
+) -> CoreElsewhere:
+    """Takes the place of a model's engine of which nothing is known, as none of its URLs answers.
+    Once `find` has found what answers there, and raises nothing, its `watch` ends."""
+    model = settings.model
+    sites = [Upstream(EngineHttp(url), find=find, is_found=False) for url in settings.engine.urls]
+    core = _core(RelayEngine(on_outputs, sites, 0), model.client_name)
+    adapters = dict.fromkeys(model.adapters, b"")
+    return replace(core, adapters=adapters, is_absent=True, watch=sites[0].join)
+
+
+def _core(relay: RelayEngine, weights: str) -> CoreElsewhere:
+    tokens = NoTokens()
     return CoreElsewhere(
         loaded=tokens,
-        layout=layout,
-        scope=CacheScope(weights=f"{engine.urls[0]} {model}".encode(), tokenizer=b"elsewhere"),
-        operations=operations,
+        layout=LAYOUT,
+        scope=CacheScope(weights=weights.encode(), tokenizer=b"elsewhere"),
+        operations=relay.operations,
         engine=relay,
         grammars=tokens,
         promise=PROMISE,
         opened=ExitStack(),
-        endpoint=Endpoint(
-            sites=sites,
-            model=model,
-            key=key,
-            salted=salted,
-            counts_one=any(each.counts_one for each in found),
-            began=relay.began,
-            ended=relay.ended,
-            watch=relay.watch,
-        ),
     )
 
 
@@ -224,7 +239,7 @@ class _Found:
 
 async def _found(key: str, name: str, url: str) -> _Found:
     """The endpoint's model of this name, or the only one that it has."""
-    http = EngineHttp(url, key)
+    http = EngineHttp(url, key, FIND_S)
     headers = {"anthropic-version": VERSION}  # for an endpoint that is Anthropic's
     headers |= {"x-api-key": key} if key else {}
     try:

@@ -4,7 +4,7 @@ This process has no blocks. What operators see comes from the engine and from it
 they change is changed in the node.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -60,6 +60,8 @@ class CoreElsewhere:
     adapters: Mapping[str, bytes] = field(default_factory=dict)  # digests by name
     facts: Mapping[str, str] = field(default_factory=dict)
     endpoint: Endpoint | None = None  # where requests pass to as they are
+    is_absent: bool = False  # no engine of the model has answered yet
+    watch: Callable[[], Coroutine[Any, Any, None]] | None = None  # runs while the app does
     disk_view: None = None  # the node has the disk
     blocks: None = None  # they are in the engine and in the node
 

@@ -137,12 +137,15 @@ def _asked(urls: Sequence[str], meant: Meant, key: str, max_time_s: float) -> li
         return remote
 
     found = run_apart(lambda: asyncio.run(find_each(urls, find_one)))
-    finds = [
-        None if one is not None else partial(find_one, url)
+    return [
+        Upstream(
+            EngineHttp(url, key, max_time_s),
+            one,
+            find=partial(find_one, url),
+            is_found=one is not None,
+        )
         for url, one in zip(urls, found, strict=True)
     ]
-    https = [EngineHttp(url, key, max_time_s) for url in urls]
-    return [Upstream(*each) for each in zip(https, found, finds, strict=True)]
 
 
 def _started(
