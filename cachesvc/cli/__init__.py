@@ -79,6 +79,8 @@ REMOVED_OPTIONS = {
             ("block-size", "CACHE__BLOCK_SIZE"),
         )
     },
+    "cache tree --live": "it asks the running server, which has every tier; leave it out",
+    "cache tree --children": "the server draws what fits; --depth and --tenant choose",
     "cache purge --database-url": "the running server purges, and has its ledger; leave it out",
     "cache purge --scope": "while no server runs, its data directory's disk folder may be removed",
     **dict.fromkeys(

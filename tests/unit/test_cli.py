@@ -204,7 +204,7 @@ def test_sizes_and_durations_read_well():
     [
         ("cachesvc ", {"serve", "top", "cache", "usage"}),
         ("cachesvc cache ", {"stats", "tree", "verify"}),
-        ("cachesvc cache tree --", {"--live", "--tenant"}),
+        ("cachesvc cache tree --", {"--depth", "--tenant"}),
         ("cachesvc replay --write-policy ", {"on_evict", "write_through"}),
     ],
 )

@@ -149,15 +149,10 @@ def test_stats_of_a_running_server_tell_every_tier_and_who_takes_the_room(server
 
 
 def test_a_tenant_that_the_server_does_not_know_is_named(server):
-    flags = ("cache", "tree", "--live", "--data-dir", server, "--tenant")
+    flags = ("cache", "tree", "--data-dir", server, "--tenant")
     assert "no tenant or sharing group is named 'amce'" in said(*flags, "amce", code=1)
     for known in ("acme", "handbook"):
         said(*flags, known)
-
-
-def test_the_tree_on_disk_knows_no_tenants(data_dir):
-    tree = ("cache", "tree", "--tenant", "acme", "--data-dir", data_dir)
-    assert "add --live" in said(*tree, code=2)
 
 
 def test_scopes_are_remembered_by_their_digest_and_bounded(tmp_path):

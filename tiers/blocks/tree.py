@@ -1,10 +1,9 @@
 """Blocks as a tree of prefixes, in which a chain without a branch is one node.
 
-`tiers.explore` grows it from all tiers (engine thread, between two steps), `DiskView.tree` from the
-disk's records; `cachesvc cache tree` draws either, and the admin pages show the JSON. The number of
-visited blocks is bounded, so that a large cache does not delay the step loop. A block takes 1 to 2
-microseconds (100,000 in the index, one core of a virtual machine), so the default takes at most 10
-ms.
+`tiers.explore` grows it from all tiers, on the engine thread between two steps. `cachesvc cache
+tree` draws it, and the admin pages show it. The number of visited blocks is bounded, so that a
+large cache does not delay the step loop. A block takes 1 to 2 microseconds (100,000 in the index,
+one core of a virtual machine), so the default takes at most 10 ms.
 """
 
 from array import array

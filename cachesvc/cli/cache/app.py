@@ -1,6 +1,7 @@
-"""The commands of `cachesvc cache`, which work on the disk tier with or without a running server.
+"""The commands of `cachesvc cache`.
 
-`stats`, `tree` and `verify` read in short transactions, which do not disturb a server.
+`stats` and `verify` read the disk tier with or without a running server, in short transactions,
+which do not disturb one. `tree` and `purge` ask the server.
 """
 
 from cachesvc.cli.lazy import Command, lazy_group
@@ -25,7 +26,7 @@ REMOVED = {
     "import": "copy the data directory's disk folder while its server is stopped",
     "compact": f"{_ITSELF}; {_REMOVE_FOLDER}",
     "evict": f"{_ITSELF}, and `cache.idle_ttl` removes the unused; {_REMOVE_FOLDER}",
-    "hot": "`cachesvc cache tree --live`, which has the hits",
+    "hot": "`cachesvc cache tree`, which has the hits",
     "ls": "`cachesvc cache tree` draws the prefixes; --json has their keys",
     "show": "the dashboard's explorer shows a block; `cachesvc cache tree` draws its prefix",
 }

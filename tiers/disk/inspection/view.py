@@ -5,20 +5,15 @@
 process. `DiskTier.view` gives the same over the open shards.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from tiers.blocks.keys import PrefixKey
 from tiers.blocks.part import Part
-from tiers.blocks.tree import Tree, TreeQuery, grow
 from tiers.blocks.view import BlockView
-from tiers.disk.directory import (
-    Meta,
-    is_locked,
-    read_holder,
-)
+from tiers.disk.directory import Meta, is_locked, read_holder
 from tiers.disk.format.record import Header, is_window, unpack_header, window_key
 from tiers.disk.format.rows import Account, IndexEntry
 from tiers.disk.inspection.maintenance import pages
@@ -118,44 +113,12 @@ class DiskView:
             for rows in pages(shard):
                 yield from (_info(shard, *row) for row in rows if not is_window(row[0]))
 
-    def children(self) -> Mapping[PrefixKey, list[BlockInfo]]:
-        """Blocks by parent. Children of a scope's root begin prompts."""
-        children: dict[PrefixKey, list[BlockInfo]] = {}
-        for block in self.blocks():
-            children.setdefault(block.parent, []).append(block)
-        return children
-
-    def tree(self, query: TreeQuery, now_s: float) -> Tree:
-        """The tree of the tier. Reads all of its blocks, and shows as many as the query allows."""
-        children = self.children()
-        return grow(_DiskForest(children, now_s), query, sum(map(len, children.values())))
-
     def accounts(self) -> dict[PrefixKey, Account]:
         total: dict[PrefixKey, Account] = {}
         for shard in self.shards:
             for root, account in shard.accounts().items():
                 total[root] = total.get(root, Account()).plus(*account)
         return total
-
-
-class _DiskForest:
-    """Records as a forest for `tiers.blocks.tree`, ordered by last use."""
-
-    def __init__(self, children: Mapping[PrefixKey, list[BlockInfo]], now_s: float) -> None:
-        self._children = children
-        self._now_s = now_s
-
-    def scopes(self) -> list[PrefixKey]:
-        return sorted(root for root, found in self._children.items() if found[0].scope == root)
-
-    def following(self, key: PrefixKey) -> Sequence[BlockInfo]:
-        return self._children.get(key, ())
-
-    def rank(self, block: BlockInfo) -> int:
-        return block.used_s
-
-    def look(self, block: BlockInfo) -> BlockView:
-        return block.view(self._now_s)
 
 
 @contextmanager
