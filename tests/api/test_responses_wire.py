@@ -109,39 +109,6 @@ async def test_codexs_request_is_a_chat(client, house):
     assert "[DONE]" not in response.text
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"background": True}, "background"),
-        ({"conversation": "c"}, "conversation"),
-        ({"truncation": "auto"}, "truncation"),
-        ({"include": ["web_search_call.action.sources"]}, "include"),
-        ({"input": ""}, "input"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
-        (
-            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
-            "input[0].content[0]",
-        ),
-        ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].call_id"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
-        ({"tools": [{**SPAWN, "tools": [{"type": "web_search"}]}]}, "tools[0].tools[0].type"),
-        ({"tools": [{**SPAWN, "tools": [SPAWN]}]}, "tools[0].tools[0].type"),
-        ({"tools": [SPAWN, SPAWN]}, "tools"),
-        ({"tools": [{**SPAWN, "tools": 5}]}, "tools[0].tools"),
-        ({"previous_response_id": "resp_x"}, "previous_response_id"),
-        ({"metadata": {"a": "x" * 513}}, "metadata.a"),
-        ({"metadata": {f"key{n}": "x" for n in range(17)}}, "metadata"),
-        ({"user": "x" * 513}, "user"),
-        ({"reasoning": {"summary": "x" * 513}}, "reasoning.summary"),
-        ({"prompt_cache_key": "x" * 513}, "prompt_cache_key"),
-    ],
-)
-async def test_an_unsupported_option_is_refused_with_its_field(client, fields, param):
-    response = await client.post(RESPONSES, json=body(**fields))
-    assert param == response.json()["error"]["param"]
-    assert response.status_code in (400, 404)
-
-
 async def test_unknown_fields_are_not_stored(client):
     """Unknown fields are never read, so they would be free storage, sent back in each event."""
     junk = {"junk": "x" * 100_000}

@@ -85,32 +85,6 @@ async def test_every_field_comes_to_the_compiler_off_the_loop(fields, text):
     assert all(name.startswith("cachesvc-encode") for name in compiler.threads)
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
-            "response_format.json_schema.schema",
-        ),
-        ({"response_format": {"type": "xml"}}, "response_format.type"),
-        ({"structured_outputs": {}}, "structured_outputs"),
-        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
-        ({"structured_outputs": {"regex": 3}}, "structured_outputs.regex"),
-        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
-        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
-        ({"structured_outputs": {"regex": "a" * 70_000}}, "structured_outputs.regex"),
-        (
-            {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
-            "structured_outputs",
-        ),
-    ],
-)
-async def test_a_wrong_field_is_named(fields, param):
-    [answer] = await ask(RecordingCompiler(), chat(**fields))
-    assert (400, param) == (answer.status_code, answer.json()["error"]["param"])
-
-
 async def test_a_grammar_the_compiler_refuses_is_a_client_error_and_holds_no_money():
     compiler = RecordingCompiler()
     compiler.refuse = InvalidParameter("regex: the parenthesis is not closed", param="regex")
