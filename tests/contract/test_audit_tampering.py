@@ -1,30 +1,28 @@
 """Every column of every table is changed by hand: `verify` says which row differs, or the docs say
-that nothing proves it.
+that nothing proves it. Entries and decisions are changed, and every hash is made anew: it says what
+is wrong.
 """
 
 import shutil
 import sqlite3
-from collections.abc import Callable, Iterator
 from contextlib import closing
-from pathlib import Path
 
 import pytest
 
 from billing.budgets import set_budget
-from billing.gate.commands import Deposit
 from billing.gate.entries import Kind
 from billing.gate.limits import SpendLimit
 from billing.gate.outcomes import Outcome
 from billing.idempotency import Idempotency
 from billing.money import UNITS
+from billing.prices.cards import parse_card
 from billing.proof import audit
-from billing.proof.result import Head, Proof
 from billing.proof.trail import TRAIL
 from billing.store.opening import open_store
-from tests.contract.forging import copy, forging
-from tests.support.billing import USAGE, running_ledger
+from tests.contract.forging import copy, forging, rechain
+from tests.support.billing import USAGE, card_text, priced, running_ledger
 
-Prove = Callable[..., Proof]
+LATER = card_text("later", priced("*", "0.2", "2", "4"), valid_from="2025-01-01T00:00:30Z")
 UNPROVEN_TABLES = {*("meta", "idempotency", "undelivered", "export_cursors")}
 UNPROVEN = {
     "projects.created_ns",
@@ -64,15 +62,15 @@ def original(tmp_path_factory, heads):
         set_budget(house.accounts, limit, by="ops", now_ns=now_ns, reason="test")
         about = {"session": "s", "project": "p", "key_id": key.key_id}
         house.charge("r1", USAGE, **about)
+        house.clock.advance(1)
         house.charge("r2", USAGE, **about)
-        correct = house.ledger.correct("acme", "r1", reference="c", by="ops", reason="", amount=5)
-        correct.result()
+        house.correct("r1", "c", 5)
         lost = house.reserve("lost", 10**9, fingerprint="f")
         house.settle(lost, USAGE, Outcome.CLIENT_GONE, delivered=False)
         Idempotency(house.ledger.store).begin("acme", "k", b"body", "r3")
         house.reserve("open", 10)
-        grant = {"reference": "g", "by": "ops", "expires_ns": 2**62}
-        house.ledger.post(Deposit("acme", Kind.GRANT, amount=5, **grant)).result()
+        house.deposit(Kind.GRANT, 5, "g", expires_ns=2**62)
+        house.deposit(Kind.WITHDRAWAL, 7, "w", reason="agreed")
         proof = audit.verify(house.ledger.store)
         assert proof.problems == []
         heads.update(proof.heads)
@@ -92,16 +90,21 @@ def prove(original):
         closing(sqlite3.connect(changed)) as plain,
     ):
 
-        def prove(statement: str, heads: dict[str, Head] | tuple[()] = ()) -> Proof:
+        def prove(statement, heads=(), *, rehashed=False, rebuilt=False):
+            """Once hashes and sums are made anew, if whoever it was did so."""
             untouched.backup(plain)
             assert plain.execute(statement).rowcount >= 1, statement
+            if rehashed:
+                rechain(plain)
             plain.commit()
+            if rebuilt:
+                audit.rebuild(store)
             return audit.verify(store, heads=heads)
 
         yield prove
 
 
-def columns(original: Path) -> Iterator[tuple[str, str, str]]:
+def columns(original):
     with closing(sqlite3.connect(original)) as plain:
         for (table,) in plain.execute("SELECT name FROM sqlite_master WHERE type = 'table'"):
             if table not in UNPROVEN_TABLES:
@@ -164,3 +167,75 @@ def test_a_trail_written_anew_is_found_by_its_head(prove, heads):
     last, _ = heads[TRAIL]
     proof = prove("UPDATE trail SET reason = reason", heads | {TRAIL: (last, "00")})
     assert "a recorded head" in proof.problems[0].message
+
+
+@pytest.mark.parametrize(
+    ("seq", "change", "invariant", "said"),
+    [
+        (1, "postings = 'granted:1000000000000 cash:-1000000000000'", "balanced", "granted"),
+        (2, "postings = 'topup:-5 revenue:5'", "rated", "expected"),
+        (2, "body = replace(body, '\"output\":7', '\"output\":6')", "rated", "expected"),
+        (2, 'body = replace(body, \'"saved":"\', \'"saved":"1\')', "rated", "saved"),
+        (2, "kind = 'gift'", "readable", "not a kind"),
+        (3, "at_ns = at_ns - 2000000000", "gapless", "before"),
+        (3, "currency = 'USD'", "balanced", "USD"),
+        (4, "postings = 'granted:5 revenue:-5'", "corrected", "granted"),
+        (4, "postings = 'topup:204000001 revenue:-204000001'", "corrected", "more than"),
+        (4, "body = replace(body, 'ects\":2', 'ects\":1')", "corrected", "not an earlier charge"),
+        (4, "corrects = 3", "corrected", "not an earlier charge"),
+        (4, 'body = replace(body, \'"by":"ops"\', \'"by":"system"\')', "corrected", "gives back"),
+    ],
+)
+def test_a_forged_entry_is_named(prove, seq, change, invariant, said):
+    first = prove(f"UPDATE entries SET {change} WHERE seq = {seq}", rehashed=True).problems[0]
+    assert (first.tenant, first.seq, first.invariant) == ("acme", seq, invariant)
+    assert said in first.message
+
+
+@pytest.mark.parametrize(
+    ("seq", "change", "said"),
+    [
+        (1, "postings = 'topup:2000000000000 cash:-2000000000000'", "its amount differs"),
+        (1, 'body = replace(body, \'"by":"test"\', \'"by":"eve"\')', "its actor differs"),
+        (1, 'body = replace(body, \'"by":"test"\', \'"by":"system"\')', "its actor differs"),
+        (4, "postings = 'topup:6 revenue:-6'", "its amount differs"),
+        (7, "postings = 'topup:-8 cash:8'", "its amount differs"),
+        (7, "body = replace(body, 'agreed', 'a bribe')", "its reason differs"),
+    ],
+)
+def test_a_forged_deposit_is_not_what_was_decided(prove, seq, change, said):
+    statement = f"UPDATE entries SET {change} WHERE seq = {seq}"
+    (problem,) = prove(statement, rehashed=True, rebuilt=True).problems
+    assert (problem.tenant, problem.seq, problem.invariant) == ("acme", seq, "decided")
+    assert said in problem.message
+
+
+def test_an_entry_that_nobody_decided_and_a_decision_that_nothing_books(prove):
+    statement = "UPDATE trail SET subject = 'acme/9' WHERE subject = 'acme/7'"
+    said = [str(problem) for problem in prove(statement, rehashed=True, rebuilt=True).problems]
+    assert any("it has no decision" in each for each in said)
+    assert any("acme/9 was decided, but no entry books it" in each for each in said)
+
+
+def test_when_a_card_was_applied_is_proved(prove):
+    statement = "UPDATE rate_cards SET applied_ns = applied_ns - 1"
+    (problem,) = prove(statement, rehashed=True, rebuilt=True).problems
+    assert "its applied_ns is" in problem.message
+
+
+def test_a_charge_by_a_card_that_was_not_in_force_is_named(tmp_path):
+    path = tmp_path / "ledger"
+    with running_ledger(f"sqlite:///{path}") as house:
+        house.fund(UNITS)
+        house.accounts.apply_card(parse_card(LATER), by="ops")
+        house.charge("before", USAGE)
+        house.clock.advance(3600)
+        house.charge("after", USAGE)
+        assert audit.verify(house.ledger.store).problems == []
+        old = house.ledger.book.cards[0].at("model", house.clock())
+        about = house.reserve("cheap", 0).context
+        hold = house.ledger.reserve("acme", "forged", 0, old, context=about).result()
+        house.settle(hold, USAGE)
+        (problem,) = audit.verify(house.ledger.store).problems
+    assert problem.request_id == "forged"
+    assert "later 1 was in force when it was admitted" in problem.message
