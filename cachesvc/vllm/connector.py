@@ -6,7 +6,7 @@ connector cannot serve a configuration exactly, vLLM runs without it and the log
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -151,9 +151,8 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._planner.saves.step(state, scheduler_output.num_scheduled_tokens)
         is_idle = not scheduler_output.total_num_scheduled_tokens
         loads, saves = self._planner.take()
-        self._planner.weigher.begun(
-            scheduler_output.num_scheduled_tokens, loads=any(load.in_step for load in loads)
-        )
+        loads_in_step = any(load.in_step for load in loads)
+        self._planner.weigher.begun(_parts(scheduler_output), loads=loads_in_step)
         return Transfers(loads, saves, is_idle)
 
     def take_events(self) -> Iterable[Any]:
@@ -249,6 +248,14 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._planner.close()
         if self._reporter is not None:
             self._reporter.close()
+
+
+def _parts(step: Any) -> Iterator[tuple[int, int]]:
+    """Of each request in a step of vLLM's, its first token there, and how many."""
+    cached = step.scheduled_cached_reqs
+    places = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    places |= {new.req_id: new.num_computed_tokens for new in step.scheduled_new_reqs}
+    return ((places.get(name, 0), num) for name, num in step.num_scheduled_tokens.items())
 
 
 def _node_of(extra: Mapping[str, Any]) -> Path:

@@ -32,7 +32,8 @@ def longest_prefix(
     groups: Sequence[KvGroup], probe: Probe, chains: RequestChains, start: int, end: int
 ) -> list[TierName]:
     """The tiers of the first group's blocks from `start` to the end of the longest prefix that can
-    be loaded, at most `end`. Both are in tokens and end a block of every group."""
+    be loaded, at most `end`. Both are in tokens. `start` ends a block of every group, and so does
+    `end` where no group needs all blocks."""
     step = alignment(groups)
 
     def look(number: int, begin: int, stop: int) -> tuple[int, list[TierName]]:

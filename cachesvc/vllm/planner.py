@@ -165,14 +165,26 @@ class Planner:
             tiers = held[:worth]
             if not self.identity.is_plain:  # the others may be unable to resume there
                 tiers = longest_prefix(groups, self._probe, chains, start, end)
+            if self.weigher.tries():
+                self._measure(held, chains, start)
         if _is_below(tiers):
             for number, first, stop in self._needed(start, start + len(tiers) * size):
                 for ids in chains.ids(number, first, stop):
                     self.links[groups[number].layout].fetch(ids)
         return tiers, len(held) - len(tiers)
 
+    def _measure(self, held: Sequence[TierName], chains: RequestChains, start: int) -> None:
+        """Has the node load the last of these blocks in each tier below its memory, which nobody
+        waits for, to tell what that costs now. The last is the least shared, so the system's page
+        cache is the least likely to have it."""
+        group, first = self.identity.groups[0], start // self.identity.layout.block_size
+        for tier, place in {tier: place for place, tier in enumerate(held)}.items():
+            for ids in chains.ids(0, first + place, first + place + 1):
+                if tier is not TierName.HOST:
+                    self.links[group.layout].fetch(ids)
+
     def _worth(self, tiers: Sequence[TierName], start: int) -> int:
-        """How many leading blocks should be loaded, up to a block's end in every group."""
+        """How many leading blocks should be loaded."""
         groups, size = self.identity.groups, self.identity.layout.block_size
         end = start + len(tiers) * size
         nbytes = sum(
@@ -180,9 +192,7 @@ class Planner:
             for number, first, stop in self._needed(start, end)
         )
         loads = self.links[self.identity.layout].loads
-        worth = self.weigher.worth(tiers, loads, nbytes=nbytes, num_tokens=size)
-        step = alignment(groups)
-        return worth * size // step * step // size
+        return self.weigher.worth(tiers, loads, nbytes=nbytes, num_tokens=size, start=start)
 
     def _needed(self, start: int, end: int) -> Iterator[tuple[int, int, int]]:
         """The blocks of each group, from and to, that resume a prefix at `end` for which there is
@@ -204,7 +214,7 @@ class Planner:
             chains = match.chains if match is not None else None
             self.saves.admitted(request, chains or RequestChains.of(self.identity, request))
         if match is not None and match.num_slower:
-            self.weigher.economy.refuse(True)
+            self.weigher.slower()
             self._slower[request.request_id] = match.num_slower * self.identity.layout.block_size
         if not num_tokens or match is None:
             return

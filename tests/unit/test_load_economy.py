@@ -1,11 +1,21 @@
 """What is loaded and what is computed, by what each was measured to cost."""
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from cachesvc.vllm.weighing import Weigher
 from tests.support.disks import Clock
 from tiers.tier import TierName
-from tiers.transfer.economy import RETRY_EVERY, Cost, CostLine, LoadEconomy
+from tiers.transfer.economy import (
+    KINDS_OF_STEP,
+    RETRY_EVERY,
+    STEPS_OF_KIND,
+    Cost,
+    CostLine,
+    LoadEconomy,
+    PrefillCost,
+)
 
 HOST, DISK, REMOTE = TierName.HOST, TierName.DISK, TierName.REMOTE
 SIZE = 16
@@ -20,7 +30,7 @@ def measured(*pairs):
 
 def economy_of(token_s):
     economy = LoadEconomy()
-    economy.compute.observe(100, 100 * token_s)
+    economy.compute.observe([(0, 100)], 100 * token_s)
     return economy
 
 
@@ -79,15 +89,63 @@ def test_the_fixed_part_of_a_load_is_paid_once():
     assert [0, 9, 10] == found
 
 
-def test_what_was_refused_often_is_tried_again_with_a_little_of_it():
-    economy, tiers = economy_of(1.0), [HOST] + [DISK] * 60
-    found = []
-    for _ in range(2 * RETRY_EVERY):
-        found.append(leading(economy, tiers, host=0.0, disk=2.0))
-        economy.refuse(found[-1] < len(tiers))
-    once = [1] * (RETRY_EVERY - 1) + [4]
-    assert once * 2 == found
-    assert 2 * (RETRY_EVERY - 1) == economy.refused
+def test_a_token_far_into_a_prompt_is_worth_more_than_one_at_its_beginning():
+    economy = LoadEconomy()
+    for num in (100, 1000, 4000):
+        economy.compute.observe([(0, num)], num + num * num / 2000)
+    loads = {DISK: CostLine(0.0, 2.0)}
+
+    def worth(num_blocks, start):
+        tiers = [DISK] * num_blocks
+        return economy.worth_leading(tiers, loads, block_bytes=1.0, block_tokens=1, start=start)
+
+    assert (0, 2000) == (worth(1000, 0), worth(2000, 2000))
+    assert 4000 == worth(4000, 0), "the end pays for the beginning"
+
+
+MACHINES = st.tuples(st.floats(0, 0.05), st.floats(1e-5, 1e-2), st.floats(0, 1e-6))
+STEPS = st.lists(
+    st.lists(st.tuples(st.integers(0, 30_000), st.integers(1, 8192)), min_size=1, max_size=3),
+    min_size=1,
+    max_size=40,
+)
+
+
+def step_s(machine, parts):
+    fixed_s, token_s, pair_s = machine
+    return fixed_s + sum(num * (token_s + pair_s * (start + num / 2)) for start, num in parts)
+
+
+@given(MACHINES, STEPS, st.data())
+def test_no_steps_give_a_prompt_less_than_no_time_nor_more_memory(machine, steps, data):
+    cost = PrefillCost()
+    for parts in steps:
+        cost.observe(parts, step_s(machine, parts) * data.draw(st.floats(0.1, 50)))
+        assert cost.token_s >= 0 <= cost.pair_s
+        assert 0 < cost.seconds(0, 1000) <= cost.seconds(0, 1001)
+    assert len(cost._steps) <= KINDS_OF_STEP
+    assert all(len(each) <= STEPS_OF_KIND for each in cost._steps.values())
+
+
+@settings(max_examples=40)
+@given(MACHINES, st.lists(st.floats(0.95, 1.05), min_size=40, max_size=40), st.data())
+def test_what_a_prompt_takes_is_told_from_steps_of_which_some_were_held_up(machine, noise, data):
+    """The first takes five times as long. Later one in ten is held up, and most compute the last
+    tokens of a prompt."""
+    cost, noises = PrefillCost(), iter(noise)
+    lengths = (1024, 2048, 3968)
+    warm = [(0, 512)]
+    cost.observe(warm, 5 * step_s(machine, warm))
+    for length in (*lengths, *lengths):
+        cost.observe([(0, length)], step_s(machine, [(0, length)]) * next(noises))
+    for number, noise_of_one in enumerate(noises):
+        parts = [(data.draw(st.integers(0, 4000)), data.draw(st.integers(32, 127)))]
+        held_up = 4 if number % 10 == 9 else 1
+        cost.observe(parts, step_s(machine, parts) * noise_of_one * held_up)
+    fixed_s = machine[0]
+    for start, end in ((0, 1024), (0, 2048), (0, 3968), (2048, 3968)):
+        whole_s = step_s(machine, [(start, end - start)])
+        assert 0.88 * (whole_s - fixed_s) < cost.seconds(start, end) < 1.12 * whole_s
 
 
 @pytest.fixture
@@ -102,28 +160,28 @@ def step(weigher, scheduled, seconds, *, loads=False):
 
 
 def test_the_steps_of_prompts_tell_what_a_token_takes(weigher):
-    step(weigher, {"a": 1, "b": 1}, 5.0)
-    step(weigher, {"a": 20}, 5.0)
-    step(weigher, {"a": 400}, 90.0, loads=True)
+    step(weigher, [(70, 1), (80, 1)], 5.0)
+    step(weigher, [(0, 20)], 5.0)
+    step(weigher, [(0, 400)], 90.0, loads=True)
     weigher.ended()
-    assert CostLine() == weigher.economy.compute.line, "answers, few tokens and loads tell nothing"
-    step(weigher, {"a": 100, "b": 1}, 2.0)
-    step(weigher, {"a": 200, "b": 1, "c": 100}, 4.0)
-    fixed_s, each_s = weigher.economy.compute.line
-    assert (pytest.approx(1.0), pytest.approx(0.01)) == (fixed_s, each_s)
+    assert 0.0 == weigher.economy.compute.token_s, "answers, few tokens and loads tell nothing"
+    for _ in range(20):
+        step(weigher, [(0, 100), (900, 1)], 1.0 + 0.5)
+        step(weigher, [(100, 200), (900, 1), (0, 100)], 3.0 + 0.5 * 9)
+    assert pytest.approx(3.0 + 0.5 * 9, 0.02) == weigher.economy.compute.seconds(0, 300)
 
 
 def test_steps_that_overlap_share_no_seconds(weigher):
-    weigher.begun({"a": 100}, loads=False)
-    weigher.begun({"a": 100}, loads=False)
+    weigher.begun([(0, 100)], loads=False)
+    weigher.begun([(100, 100)], loads=False)
     for _ in range(2):
         weigher.clock_s.now_s += 1.0
         weigher.ended()
-    assert pytest.approx(1.0) == weigher.economy.compute.line.each_s * 100
+    assert pytest.approx(2.0) == weigher.economy.compute.seconds(0, 200)
 
 
 def test_a_load_from_below_is_copied_too(weigher):
-    step(weigher, {"a": 100}, 100.0)
+    step(weigher, [(0, 100)], 100.0)
 
     def worth(tiers):
         return weigher.worth(tiers, {DISK: CostLine(0.0, 0.5)}, nbytes=SIZE, num_tokens=SIZE)
@@ -132,3 +190,16 @@ def test_a_load_from_below_is_copied_too(weigher):
     assert 1 == worth([DISK])
     weigher.copied(SIZE, 0.6 * SIZE)
     assert (1, 0) == (worth([HOST]), worth([DISK]))
+
+
+def test_after_many_refusals_slower_tiers_and_copies_are_measured_again_once(weigher):
+    step(weigher, [(0, 100)], 100.0)
+    weigher.copied(SIZE, 10 * SIZE)
+    for _ in range(RETRY_EVERY):
+        assert (0, False) == (
+            weigher.worth([HOST], {}, nbytes=SIZE, num_tokens=SIZE),
+            weigher.tries(),
+        )
+        weigher.slower()
+    assert [True, False] == [weigher.tries(), weigher.tries()]
+    assert 1 == weigher.worth([HOST], {}, nbytes=SIZE, num_tokens=SIZE)

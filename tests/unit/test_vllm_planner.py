@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from cachesvc.model_files import UnsupportedKv
+from cachesvc.vllm.chains import RequestChains
 from cachesvc.vllm.groups import KvGroup
 from cachesvc.vllm.identity import EngineIdentity, group_roots, identity_of, rank_roots
 from cachesvc.vllm.planner import Planner
@@ -239,7 +240,7 @@ def test_a_request_that_ends_with_the_step_of_its_load_is_stored(stepping):
 
 def slow_disk(planner, link):
     """A token takes a second to compute, and a byte a second to load from the disk."""
-    planner.weigher.economy.compute.observe(100, 100.0)
+    planner.weigher.economy.compute.observe([(0, 100)], 100.0)
     link.loads = {TierName.DISK: CostLine(0.0, 1.0)}
     link.may_answer.set()
 
@@ -250,18 +251,18 @@ def test_what_loads_slower_than_it_computes_is_neither_promised_nor_fetched(plan
     asked = request()
     for _ in range(RETRY_EVERY):  # vLLM has no room yet, and asks again
         assert SIZE == matched(planner, asked)
-    assert 0 == planner.weigher.economy.refused
+    assert not planner.weigher.tries(), "it was one prompt"
     planner.allocated(asked, [[7, 8, 9, 10]], SIZE)
     ((load,), ()), (piece,) = planner.take(), planner._loading["a"].blocks
     assert ([], False, 7) == (link.fetched, load.in_parts, piece)
     assert ({"host": SIZE}, 2 * SIZE) == (planner.hits(asked), planner.slower(asked))
     told = planner.finished(asked, [[7, 8, 9, 10]])["cachesvc"]
     assert {"hit_tokens": {"host": SIZE}, "miss_tokens": {"slower_than_compute": 2 * SIZE}} == told
-    assert (1, 0) == (planner.weigher.economy.refused, planner.slower(asked))
+    assert 0 == planner.slower(asked)
 
 
-def test_after_many_refusals_a_block_is_loaded_to_measure_again(planner, link):
-    link.tiers = [TierName.DISK] * 3
+def test_after_many_refusals_a_block_of_each_tier_is_fetched_that_nobody_waits_for(planner, link):
+    link.tiers = [TierName.DISK, TierName.DISK, TierName.REMOTE]
     slow_disk(planner, link)
     found = []
     for number in range(RETRY_EVERY + 1):
@@ -269,10 +270,23 @@ def test_after_many_refusals_a_block_is_loaded_to_measure_again(planner, link):
         found.append(matched(planner, asked))
         planner.allocated(asked, [[7, 8, 9, 10]], found[-1])
         planner.finished(asked, [[7, 8, 9, 10]])
-    assert [0] * (RETRY_EVERY - 1) + [SIZE, 0] == found
-    assert [[1]] == [[len(ids) for ids in link.fetched]]
-    link.loads = {TierName.DISK: CostLine(0.0, 1e-9)}
+    assert [0] * (RETRY_EVERY + 1) == found
+    (disk,), (remote,) = link.fetched  # the last of each
+    (ids,) = RequestChains.of(planner.identity, request()).ids(0, 1, 3)
+    assert [disk, remote] == list(ids)
+    link.loads = {TierName.DISK: CostLine(0.0, 1e-9), TierName.REMOTE: CostLine(0.0, 1e-9)}
     assert 3 * SIZE == matched(planner, request(name="fast"))
+
+
+def test_a_token_is_weighed_at_its_place(planner, link):
+    """The first block costs less than its load, and those behind it more."""
+    link.tiers = [TierName.DISK] * 3
+    link.may_answer.set()
+    for num in (4, 8, 16, 32, 64):
+        planner.weigher.economy.compute.observe([(0, num)], num * num / 2)
+    link.loads = {TierName.DISK: CostLine(0.0, 25 / LAYOUT.nbytes)}  # 25 s a block
+    assert 0 == matched(planner, request())
+    assert 2 * SIZE == matched(planner, request(name="b"), SIZE)
 
 
 def test_a_shorter_load_ends_where_every_group_can_resume(planning):
@@ -284,17 +298,6 @@ def test_a_shorter_load_ends_where_every_group_can_resume(planning):
     assert 0 == planner.match(request(), 0)
     link.loads = {}
     assert 3 * SIZE == planner.match(request(name="b"), 0)
-
-
-def test_a_trial_ends_a_block_of_every_group(planning):
-    wide = KvGroup(1, ("d",), state_layout(1, 100, 2 * SIZE, "float32"), window=2)
-    roots = group_roots(SCOPE.root(), 2)
-    link = Held(dict(zip(roots, ({1, 2, 58, 59}, {0, 58}), strict=True)))
-    planner = planning(WINDOW, wide, link=link)
-    slow_disk(planner, link)
-    for _ in range(RETRY_EVERY - 1):
-        planner.weigher.economy.refuse(True)
-    assert 0 == planner.match(request(61 * SIZE), 0), "the window lacks its first block there"
 
 
 def test_ranks_tenants_and_adapters_have_roots_of_their_own():
