@@ -19,6 +19,7 @@ from tests.support.models import save_tiny_model
 MODEL = "demo"
 ARTIFACTS = Path(__file__).parents[1] / "artifacts" / "dashboard"
 FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--force-color-profile=srgb")
+SMALL = ("--device-cache", "1MiB", "--host-cache", "1MiB", "--disk-cache", "64MiB")
 SIZES = {"narrow": (320, 720), "wide": (1440, 900)}
 TEXT = " ".join(
     f"Person {number} lives in town {number * 7 % 97} and has badge {number * 7919 % 10007}."
@@ -49,22 +50,12 @@ class Served:
         return self.url + path
 
 
-class DashboardServer(ForkedServer):
-    """With tiers so small that much is evicted; `more` are further arguments."""
-
-    more: tuple[str, ...] = ()
-
-    def command(self):
-        sizes = ("--device-cache", "1MiB", "--host-cache", "1MiB", "--disk-cache", "64MiB")
-        return [*super().command(), *sizes, *self.more]
-
-
 @contextmanager
 def serving(folder, *arguments):
-    """`cachesvc serve` on `folder`, until the block ends."""
+    """`cachesvc serve` on `folder`, until the block ends. It evicts much: its tiers are small."""
     save_tiny_model(folder / MODEL)
-    server = DashboardServer(folder, folder / MODEL)
-    server.data_dir, server.more = folder, arguments
+    server = ForkedServer(folder, folder / MODEL)
+    server.data_dir, server.more = folder, (*SMALL, *arguments)
     try:
         url = server.start()
         live = find_server(folder)

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -46,6 +47,11 @@ class LiveServer:
     """A server on `folder/data`, started and ended as often as a test wants."""
 
     start_s: float = PATIENCE_S
+    sizes: Sequence[str] = (
+        *("--device-cache", "8MiB", "--host-cache", "8MiB", "--disk-cache", "16MiB"),
+        *("--block-size", "16"),
+    )
+    more: Sequence[str] = ()  # arguments; of an option that comes twice, the second counts
 
     def __init__(self, folder, model, **environment):
         self.data_dir = folder / "data"
@@ -75,9 +81,8 @@ class LiveServer:
 
     def command(self):
         """How it is started, beside the model's folder."""
-        sizes = ("--device-cache", "8MiB", "--host-cache", "8MiB", "--disk-cache", "16MiB")
-        options = ("--port", "0", "--data-dir", self.data_dir, "--block-size", "16", *sizes)
-        return [SCRIPT, "serve", "--model", self._model.name, *options]
+        where = ("--model", self._model.name, "--port", "0", "--data-dir", self.data_dir)
+        return [SCRIPT, "serve", *where, *self.sizes, *self.more]
 
     @property
     def log(self):

@@ -10,8 +10,8 @@ from api.relay.body import TEMPLATE_TOKENS
 from billing.gate.commands import Deposit
 from billing.gate.entries import Kind
 from billing.proof import audit
-from billing.store import reports
 from tests.api.real_service import served
+from tests.support.billing import charges_of
 from tests.support.upstream import CACHED, OUTPUT, PROMPT
 
 ALL = {"hit_device": CACHED, "miss": PROMPT - CACHED, "output": OUTPUT}
@@ -36,9 +36,7 @@ async def quiet(service):
 
 
 def charges(service, tenant="default"):
-    with service._money.books.store.reading() as connection:
-        entries = reports.stream_entries(connection, tenant)
-        return [entry for entry in entries if entry.kind is Kind.CHARGE]
+    return charges_of(service._money.books.store, tenant)
 
 
 def usage_of(entry):

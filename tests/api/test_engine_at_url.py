@@ -10,17 +10,17 @@ import anyio
 import orjson
 import pytest
 
-from billing.gate.entries import Kind
-from billing.store import reports
 from engine.errors import EngineAway, ModelError
 from engine.models.describe import describe_folder
 from engine.remote import client as client_module
 from engine.remote import engine as engine_module
 from engine.remote import upstreams as upstreams_module
 from engine.remote.find import PROBE
+from tests.api import relaying
 from tests.api.conftest import of, refusal
 from tests.api.driver import Visit
 from tests.api.real_service import served as serving
+from tests.api.relaying import usage_of
 from tests.patience import PATIENCE_S
 from tests.support.models import save_tiny_model
 from tests.support.remote_engine import (
@@ -73,12 +73,7 @@ def body(**more):
 
 def charges(service):
     """The usage of what was charged, of the tenant without a key."""
-    with service._money.books.store.reading() as connection:
-        return [
-            {name: tokens for name, tokens in entry.details["usage"].items() if tokens}
-            for entry in reports.stream_entries(connection, "default")
-            if entry.kind is Kind.CHARGE and entry.amount
-        ]
+    return [usage_of(entry) for entry in relaying.charges(service) if entry.amount]
 
 
 ANSWER = [vllm_chunk([72]), vllm_chunk([105], "stop"), vllm_usage(40, 32), DONE]

@@ -9,15 +9,15 @@ from decimal import Decimal
 import anyio
 import pytest
 
-from billing.gate.entries import Kind
 from billing.gate.holds import decode_request
-from billing.store import reports
 from engine.errors import EngineAway
 from engine.models.describe import describe_folder
 from engine.remote import upstreams
 from engine.remote.find import PROBE
 from tests.api.real_service import served as serving
+from tests.api.relaying import charges
 from tests.patience import PATIENCE_S
+from tests.support.billing import entries_of
 from tests.support.models import save_tiny_adapter, save_tiny_model
 from tests.support.remote_engine import DONE, RemoteEngineServer, vllm_about, vllm_chunk, vllm_usage
 from tests.support.stand_in import WAIT, served
@@ -86,13 +86,11 @@ async def test_each_model_is_served_by_its_own_engine_and_charged_under_its_name
             assert 200 == (await client.post(CHAT, json=body(CHAT, model=model))).status_code
         assert ["inner-one", "inner-two"] == [asked["model"] for _, _, asked in up.asked]
         assert 1 == len(engine.asked)
-        with service._money.books.store.reading() as connection:
-            charges = [
-                (decode_request(entry.body)[0].model, entry.details["usage"].get("hit_device", 0))
-                for entry in reports.stream_entries(connection, "default")
-                if entry.kind is Kind.CHARGE
-            ]
-        assert charges == [("small", 0), ("there", 32), ("small", 39), ("one", 64), ("two", 64)]
+        told = [
+            (decode_request(entry.body)[0].model, entry.details["usage"].get("hit_device", 0))
+            for entry in charges(service)
+        ]
+        assert told == [("small", 0), ("there", 32), ("small", 39), ("one", 64), ("two", 64)]
         unknown = await client.post(COMPLETIONS, json=completion("inner-one"))
         assert 404 == unknown.status_code
         assert "served: 'small', 'there', 'one', 'two'" in unknown.text
@@ -212,8 +210,7 @@ async def test_a_model_whose_engine_is_away_at_the_start_is_served_once_that_is_
             (each.model, each.state, each.failure.status) for each in refused
         }
         assert 3 * len(waiting) == len(refused)
-        with service._money.books.store.reading() as connection:
-            assert [] == list(reports.stream_entries(connection, "default"))
+        assert [] == entries_of(service._money.books.store, "default")
         served = "small" if main else "one"
         path, told = (COMPLETIONS, completion(served)) if main else (CHAT, body(CHAT, model="one"))
         assert 200 == (await client.post(path, json=told)).status_code

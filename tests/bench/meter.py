@@ -108,13 +108,10 @@ async def stub(port: int) -> None:
 class Relay(LiveServer):
     """Ours, before the stub."""
 
-    upstream = ""
+    sizes = ()
 
     def command(self) -> list[Any]:
-        script, *_ = super().command()
-        more = ["--engine", f"openai+{self.upstream}", "--model", "m"]
-        command = [script, "serve", *more, "--port", "0", "--data-dir", self.data_dir]
-        return ["taskset", "-c", "0", *command]
+        return ["taskset", "-c", "0", *super().command()]
 
 
 async def ask(session: aiohttp.ClientSession, url: str) -> tuple[float, float]:
@@ -226,7 +223,7 @@ def main() -> None:
         there, log = ("127.0.0.1", port), folder / "stub.log"
         until_ready(lambda: socket.create_connection(there, 1).close(), endpoint, log, OSError)
         relay = Relay(folder, folder / "m", CACHESVC_ENGINE__MAX_WAITING="4096")
-        relay.upstream = upstream
+        relay.more = ("--engine", f"openai+{upstream}")
         stack.callback(relay.kill)
         urls = {"direct": upstream, "cachesvc": relay.start()}
         if options.litellm:

@@ -23,9 +23,7 @@ Ran = Callable[[str], dict[str, Any]]
 class DefaultServer(LiveServer):
     """The default model with room for an agent's instructions."""
 
-    def command(self) -> list[Any]:
-        sizes = ("--device-cache", "512MiB", "--host-cache", "256MiB", "--disk-cache", "256MiB")
-        return [SCRIPT, "serve", "--port", "0", "--data-dir", self.data_dir, *sizes]
+    sizes = ("--device-cache", "512MiB", "--host-cache", "256MiB", "--disk-cache", "256MiB")
 
     def limit(self, user: str) -> None:
         """A hard limit of this user that any request would pass."""
@@ -41,7 +39,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.fixture(scope="session")
 def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("clients")
-    running = DefaultServer(folder, folder / "unused", OMP_NUM_THREADS="1")
+    running = DefaultServer(folder, folder / MODEL, OMP_NUM_THREADS="1")
     try:
         url = running.start()
         running.limit(SPENT)

@@ -3,7 +3,6 @@
 import pytest
 
 from billing.proof import audit
-from billing.store import reports as store_reports
 from tests.support.billing import running_ledger
 
 
@@ -14,8 +13,3 @@ def house(url):
         yield house
         proof = audit.verify(house.ledger.store)
         assert proof.problems == []
-
-
-def entries(store, tenant="acme"):
-    with store.reading() as connection:
-        return list(store_reports.stream_entries(connection, tenant))

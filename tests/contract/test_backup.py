@@ -9,8 +9,7 @@ from billing.money import UNITS
 from billing.proof import audit
 from billing.store.opening import database_url
 from billing.usage import Usage
-from tests.contract.conftest import entries
-from tests.support.billing import booked, running_ledger
+from tests.support.billing import booked, entries_of, running_ledger
 from tests.support.threads import beside, ending
 
 BACKUPS = 4
@@ -42,7 +41,7 @@ def test_a_copy_of_a_ledger_in_use_is_an_earlier_state_of_it(tmp_path):
             begun.wait()
             for copy in copies:
                 backup(tmp_path, copy)
-        written = entries(house.ledger.store)
+        written = entries_of(house.ledger.store)
     for copy in copies:
         kept = booked(f"sqlite:///{copy}")
         assert 1 < len(kept)

@@ -11,8 +11,7 @@ from billing.prices.book import NS
 from billing.proof import audit
 from billing.reports.standing import end_of, grant_documents
 from billing.usage import Usage
-from tests.contract.conftest import entries
-from tests.support.billing import PRICE, START_NS, USAGE, TestLedger
+from tests.support.billing import PRICE, START_NS, USAGE, TestLedger, entries_of
 
 DAY_NS = 86_400 * NS
 
@@ -43,7 +42,7 @@ def test_what_expires_first_is_spent_first_whichever_came_first(house):
     assert 0 == house.ledger.sweeper.expire()
     account = house.account()
     assert (20 * UNITS, 20 * UNITS) == (account.granted, account.balance)
-    expired = entries(house.ledger.store)[-1]
+    expired = entries_of(house.ledger.store)[-1]
     assert (Kind.EXPIRY, "short", -UNITS) == (expired.kind, expired.request_id, expired.amount)
     house.clock.advance(30 * 86_400)
     house.ledger.sweeper.expire()
@@ -107,7 +106,7 @@ def test_what_is_neither_spent_nor_held_can_be_paid_out(house):
     house.deposit(Kind.WITHDRAWAL, UNITS - 10, "w")
     account = house.account()
     assert (account.granted, account.topup, account.owed) == (UNITS, 10, 0)
-    assert entries(house.ledger.store)[-1].kind is Kind.WITHDRAWAL
+    assert entries_of(house.ledger.store)[-1].kind is Kind.WITHDRAWAL
 
 
 @pytest.mark.parametrize("kind", [Kind.TOPUP, Kind.WITHDRAWAL])

@@ -26,9 +26,8 @@ from billing.proof import audit
 from billing.reports.focus import corrected_instants, focus_csv, focus_rows
 from billing.reports.statement import statement, statement_csv, statement_json
 from billing.usage import Usage
-from tests.contract.conftest import entries
 from tests.contract.test_independent_rater import Card, cost
-from tests.support.billing import TestLedger, card_text, priced, running_ledger
+from tests.support.billing import TestLedger, card_text, entries_of, priced, running_ledger
 
 BEGINS = {"valid_from": "2024-12-31T00:00:00Z"}
 OWN = {"tenants": ["acme"], "factors": {"batch": "0.5"}}
@@ -169,7 +168,7 @@ def test_the_statement_and_its_csv_add_up_to_it(month, tenant):
 @pytest.mark.parametrize("tenant", NAMES)
 def test_focus_rows_add_up_to_each_request(month, tenant):
     house, sheets = month
-    booked = entries(house.ledger.store, tenant)
+    booked = entries_of(house.ledger.store, tenant)
     instants = corrected_instants(house.ledger.store, booked)
     data = focus_csv(focus_rows(booked, house.ledger.book, instants)).decode()
     sums = {}

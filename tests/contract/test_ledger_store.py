@@ -21,8 +21,7 @@ from billing.store.opening import open_store
 from billing.store.prepared import HotStatements
 from billing.store.store import LedgerStore
 from billing.usage import EMPTY, Usage
-from tests.contract.conftest import entries
-from tests.support.billing import PRICE, USAGE, ManualClock, running_ledger
+from tests.support.billing import PRICE, USAGE, ManualClock, entries_of, running_ledger
 
 
 def test_granted_money_is_spent_first_and_debt_is_paid_first(house):
@@ -30,7 +29,7 @@ def test_granted_money_is_spent_first_and_debt_is_paid_first(house):
     house.deposit(Kind.GRANT, 4_000_000, "g")
     house.fund(100_000_000)
     house.charge("r1", USAGE)
-    charged = entries(house.ledger.store)[-1]
+    charged = entries_of(house.ledger.store)[-1]
     assert charged.postings == (
         "granted:-4000000 topup:-100000000 receivable:-100000000 revenue:204000000"
     )
@@ -47,7 +46,7 @@ def test_a_request_is_settled_once_however_often_it_is_said(house):
     assert (again.repeated, again.entry, again.charge) == (True, first.entry, first.charge)
     with pytest.raises(errors.DuplicateRequest):
         house.reserve("r1", 1)
-    assert [entry.kind for entry in entries(house.ledger.store)] == [Kind.TOPUP, Kind.CHARGE]
+    assert [entry.kind for entry in entries_of(house.ledger.store)] == [Kind.TOPUP, Kind.CHARGE]
 
 
 def test_the_gate_refuses_what_the_balance_does_not_cover(house):

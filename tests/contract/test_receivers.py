@@ -18,7 +18,7 @@ from billing.money import UNITS, parse_amount
 from billing.outgoing import send
 from billing.reports.heads import send_heads
 from billing.usage import Usage
-from tests.contract.conftest import entries
+from tests.support.billing import entries_of
 from tests.support.stand_in import Handler, StandIn, served
 from tests.support.threads import beside
 
@@ -86,7 +86,7 @@ def test_all_arrive_whatever_the_service_does_and_add_up_to_the_ledger(house, me
             sent(house, meter, "secret")
             break
     amounts = [parse_amount(event["data"]["amount"]) for event in meter.events.values()]
-    booked = [entry for entry in entries(house.ledger.store) if entry.kind is not Kind.TOPUP]
+    booked = [entry for entry in entries_of(house.ledger.store) if entry.kind is not Kind.TOPUP]
     assert -sum(entry.amount for entry in booked) == sum(amounts)
     assert {("Bearer secret", "application/cloudevents-batch+json")} == set(meter.heads)
     assert 0 == sent(house, meter)

@@ -11,8 +11,7 @@ from billing.gate.outcomes import Outcome
 from billing.idempotency import Claimed, FirstAnswer, Idempotency
 from billing.money import UNITS
 from billing.store.schema import undelivered
-from tests.contract.conftest import entries
-from tests.support.billing import PRICE, USAGE
+from tests.support.billing import PRICE, USAGE, entries_of
 
 
 def lost(hold):
@@ -145,5 +144,5 @@ def test_a_key_whose_server_died_is_free_at_once_and_its_request_pays_once(house
     assert begun == Claimed(lost="r1")
     house.charge("r3", USAGE, fingerprint="f", is_retry=True)
     assert house.account().topup == UNITS - PRICE
-    given_back = entries(store)[-1]
+    given_back = entries_of(store)[-1]
     assert given_back.request_id == "retry:r1" and given_back.amount == PRICE

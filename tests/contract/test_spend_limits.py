@@ -15,9 +15,8 @@ from billing.proof import audit
 from billing.store import limits as store_limits
 from billing.store.opening import open_store
 from billing.usage import Usage
-from tests.contract.conftest import entries
 from tests.contract.forging import forging
-from tests.support.billing import running_ledger
+from tests.support.billing import entries_of, running_ledger
 
 TOKEN = 2_000_000  # price of one output token under the launch card
 DAY_S = 86_400
@@ -126,7 +125,7 @@ def test_a_request_meets_every_limit_that_counts_it(house):
     spend(house, "r5", 4, user="ben")
     with pytest.raises(errors.SpendLimitReached, match="'cap'"):
         house.reserve("r6", TOKEN, user="carl")
-    charge = next(e for e in entries(house.ledger.store) if e.request_id == "r1")
+    charge = next(e for e in entries_of(house.ledger.store) if e.request_id == "r1")
     assert {"cap", "users", "key"} == set(charge.details["limits"])
 
 
@@ -270,7 +269,7 @@ def test_a_pins_past_hour_needs_no_check(house):
     past = Hold("acme", "pin:p:1:0", pinned, hold.context)
     house.settle(past, usage)
     house.ledger.void(hold).result()
-    assert 2 == len([e for e in entries(house.ledger.store) if e.kind is Kind.CHARGE])
+    assert 2 == len([e for e in entries_of(house.ledger.store) if e.kind is Kind.CHARGE])
 
 
 OF_R2 = "WHERE request_id = 'r2'"

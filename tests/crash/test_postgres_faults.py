@@ -5,7 +5,6 @@ request is charged once, and nothing else is.
 import random
 import threading
 import time
-from collections import Counter
 from contextlib import closing, contextmanager
 from functools import partial
 
@@ -23,7 +22,7 @@ from billing.store.opening import open_store
 from billing.usage import Usage
 from tests.patience import until
 from tests.postgres_server import fresh_database, postgres_server
-from tests.support.billing import running_ledger
+from tests.support.billing import charges_of, running_ledger
 from tests.support.threads import beside, ending
 
 pytestmark = pytest.mark.postgres
@@ -65,11 +64,10 @@ def prove(house, answered):
     assert audit.verify(house.ledger.store).problems == []
     with house.ledger.store.reading() as connection:
         assert store_reports.hold_list(connection) == []
-        entries = list(store_reports.stream_entries(connection, "acme"))
-    charges = Counter(entry.request_id for entry in entries if entry.kind is Kind.CHARGE)
-    assert set(charges.values()) <= {1}
-    assert set(answered) <= charges.keys(), "an answer was free"
-    paid = {entry.request_id: -entry.amount for entry in entries if entry.kind is Kind.CHARGE}
+    charges = charges_of(house.ledger.store)
+    paid = {entry.request_id: -entry.amount for entry in charges}
+    assert len(paid) == len(charges), "charged twice"
+    assert set(answered) <= paid.keys(), "an answer was free"
     assert {paid[name] for name in answered} == {COST}
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 import pytest
 
-from billing.gate.entries import Entry, Kind
+from billing.gate.entries import Entry
 from billing.gate.outcomes import PRESUMED, Outcome
 from billing.money import UNITS
 from billing.store import reports
@@ -27,6 +27,7 @@ from tests.api.relaying import ALL, usage_of
 from tests.children import start_child
 from tests.live_server import ForkedServer
 from tests.patience import PATIENCE_S, free_port
+from tests.support.billing import charges_of
 from tests.support.upstream import PATHS, STREAMS, WHOLE, UpstreamServer, body, compact, joined
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(3 * 3600)]
@@ -57,12 +58,7 @@ def answer_slowly(port: int) -> None:
 
 
 class Relay(ForkedServer):
-    upstream = ""
-
-    def command(self) -> list[Any]:
-        script, *_ = super().command()
-        more = ["--engine", f"openai+{self.upstream}", "--model", "up"]
-        return [script, "serve", *more, "--port", "0", "--data-dir", self.data_dir]
+    sizes = ()
 
     @property
     def mib(self) -> float:
@@ -122,8 +118,7 @@ def check(load: Load) -> None:
     assert relay.told("ledger", "verify")["ok"]
     with closing(relay.store()) as store, store.reading() as connection:
         assert [] == reports.hold_list(connection)
-        entries = list(reports.stream_entries(connection, "acme"))
-    charges = [entry for entry in entries if entry.kind is Kind.CHARGE]
+        charges = charges_of(store)
     by_request = {entry.request_id: entry for entry in charges}
     assert len(by_request) == len(charges)
     assert load.whole <= by_request.keys()
@@ -150,7 +145,7 @@ def load(tmp_path):
     print(f"seed {seed}")
     relay = Relay(tmp_path, tmp_path / "up")
     port = free_port()
-    relay.upstream = f"http://127.0.0.1:{port}"
+    relay.more = ("--engine", f"openai+http://127.0.0.1:{port}")
     headers = relay.customer("acme", 10**6 * UNITS)
     yield Load(relay, port, headers, random.Random(seed))
     relay.kill()

@@ -25,6 +25,7 @@ from billing.proof import audit
 from billing.store import reports as store_reports
 from tests.live_clients import Answer, Incomplete, ask, question
 from tests.live_server import ForkedServer
+from tests.support.billing import entries_of
 from tests.support.models import save_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(3600)]
@@ -153,8 +154,7 @@ def test_after_kill_9_under_load_every_answer_was_paid_once(tmp_path, kills):
 def check(store, load):
     with store.reading() as connection:
         assert store_reports.hold_list(connection) == []
-        keyed = list(store_reports.stream_entries(connection, "keyed"))
-        plain = list(store_reports.stream_entries(connection, "plain"))
+    keyed, plain = (entries_of(store, name) for name in ("keyed", "plain"))
     told = sum((answer.cost for answer in load.keyed.values()), Decimal())
     assert spent(keyed) == told, "somebody with a key paid twice, or nothing"
     assert set(load.paid) <= set(plain), "a payment that was booked is lost"

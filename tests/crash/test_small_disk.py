@@ -22,11 +22,10 @@ BLOCKS = RESERVE // 8  # of a file system in use, what else it has
 class SmallDisk(ForkedServer):
     """A server on that disk, with a disk tier of 8 GiB."""
 
-    def command(self):
-        sizes = ("--device-cache", "16MiB", "--host-cache", "32MiB", "--disk-cache", "8GiB")
-        command = [*super().command(), *sizes]
-        command[command.index("--block-size") + 1] = "32"
-        return command
+    more = (
+        *("--device-cache", "16MiB", "--host-cache", "32MiB", "--disk-cache", "8GiB"),
+        *("--block-size", "32"),
+    )
 
     def ask(self, seed):
         """The status of the answer to a prompt of its own, 11 MB of KV."""

@@ -18,10 +18,9 @@ import openai
 import pytest
 
 from api.collaborators import WireSettings
-from billing.gate.entries import Kind
-from billing.store import reports
 from billing.usage import Usage
 from tests.api.real_service import real_service
+from tests.api.relaying import charges
 from tests.patience import PATIENCE_S
 from tests.running_server import listening
 from tests.support.remote_engine import event
@@ -43,9 +42,7 @@ def relay(server, tmp_path, request):
 
 
 def charged(service):
-    with service._money.books.store.reading() as connection:
-        entries = list(reports.stream_entries(connection, "default"))
-    return [Usage.from_record(e.details.get("usage", {})) for e in entries if e.kind is Kind.CHARGE]
+    return [Usage.from_record(each.details.get("usage", {})) for each in charges(service)]
 
 
 def served(server):
@@ -135,8 +132,8 @@ def test_a_client_that_reads_nothing_holds_little_and_pays_what_it_was_sent(tmp_
         assert up.left.wait(PATIENCE_S), "the endpoint's connection was closed"
         num_taken = next(taken)
         give_up = time.monotonic() + PATIENCE_S
-        while not (charges := charged(service)) and time.monotonic() < give_up:
+        while not (paid := charged(service)) and time.monotonic() < give_up:
             time.sleep(0.01)
         said = b"".join(iter(lambda: client.recv(1 << 20), b""))
         num_read = said.count(b"}}]}\n")
-        assert num_taken < 4000 and num_read <= charges[0].output < num_read + 100
+        assert num_taken < 4000 and num_read <= paid[0].output < num_read + 100

@@ -4,12 +4,11 @@ import re
 import signal
 import subprocess
 import time
-from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.live_server import SCRIPT
+from tests.live_server import LiveServer
 from tests.patience import PATIENCE_S, free_port
 from tests.support.models import save_tiny_model
 from tests.terminal import on_a_terminal
@@ -17,7 +16,6 @@ from tests.terminal import on_a_terminal
 pytestmark = pytest.mark.timeout(1800)
 
 BAR = "━"
-SIZES = ("--device-cache", "8MiB", "--host-cache", "8MiB", "--disk-cache", "16MiB")
 
 
 @pytest.fixture(scope="module")
@@ -27,13 +25,8 @@ def model(tmp_path_factory):
     return folder
 
 
-def arguments(model: Path, data_dir: Path, port: int = 0) -> list[str]:
-    where = ["--port", str(port), "--data-dir", str(data_dir), "--model", model.name]
-    return [str(SCRIPT), "serve", *where, "--block-size", "16", *SIZES]
-
-
 def test_a_terminal_shows_phases_then_the_url_and_the_link_and_no_bar_after_them(model, tmp_path):
-    with on_a_terminal(arguments(model, tmp_path), model.parent) as terminal:
+    with on_a_terminal(LiveServer(tmp_path, model).command(), model.parent) as terminal:
         terminal.read_until("admin/login?token=")
         for phase in ("importing torch", "loading tiny", "opening tiers and engine", "warming up"):
             assert phase in terminal.written
@@ -58,9 +51,8 @@ def test_the_port_refuses_connections_until_the_server_is_ready(model, tmp_path)
     port = free_port()
     log = tmp_path / "log"
     with log.open("w") as out:
-        process = subprocess.Popen(
-            arguments(model, tmp_path / "data", port), cwd=model.parent, stdout=out, stderr=out
-        )
+        command = [*LiveServer(tmp_path, model).command(), "--port", str(port)]
+        process = subprocess.Popen(command, cwd=model.parent, stdout=out, stderr=out)
     try:
         while "importing torch" not in log.read_text():
             assert process.poll() is None, log.read_text()

@@ -1,7 +1,6 @@
 """Each tier off, as small as it can be, and ample: served, hit after a restart, and told truly."""
 
 import re
-from typing import Any
 
 import pytest
 
@@ -23,21 +22,6 @@ ROWS = [
 ]
 
 
-class Sized(ForkedServer):
-    """A server with tiers of these sizes."""
-
-    sizes: tuple[str, str, str] = ("0", "0", "0")
-
-    def command(self) -> list[Any]:
-        names = ("--device-cache", "--host-cache", "--disk-cache")
-        sizes = [part for pair in zip(names, self.sizes, strict=True) for part in pair]
-        return [*super().command(), *sizes]
-
-    def ask(self) -> dict[str, int]:
-        """The tokens that each tier served."""
-        return hits_of(completed(self.url, "wide", PROMPT, max_tokens=2))
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models") / "wide"
@@ -47,8 +31,13 @@ def model(tmp_path_factory):
 
 @pytest.mark.parametrize(("device", "host", "disk"), ROWS)
 def test_tiers_of_every_size_serve_and_are_told_truly(device, host, disk, model, tmp_path):
-    server = Sized(tmp_path, model)
-    server.sizes = (device, host, disk)
+    server = ForkedServer(tmp_path, model)
+    server.more = ("--device-cache", device, "--host-cache", host, "--disk-cache", disk)
+
+    def hits():
+        """The tokens that each tier served."""
+        return hits_of(completed(server.url, "wide", PROMPT, max_tokens=2))
+
     shown = {
         "device": DEVICE[device],
         "host": (HOST_ALONE if disk == "0" else HOST_ABOVE)[host],
@@ -58,8 +47,8 @@ def test_tiers_of_every_size_serve_and_are_told_truly(device, host, disk, model,
         server.start()
         said = re.search(r"serves wide on \S+ \((.*); data in", server.log)
         assert ", ".join(f"{name} {has}" for name, has in shown.items() if has) == said[1]
-        assert 0 == sum(server.ask().values())
-        assert 64 <= sum(server.ask().values())
+        assert 0 == sum(hits().values())
+        assert 64 <= sum(hits().values())
         tiers = server.told("cache", "stats")["tiers"]
         assert (disk != "0") is ("disk" in tiers)
         assert (tiers["host"]["capacity_bytes"] > 0) is bool(shown["host"])
@@ -67,7 +56,7 @@ def test_tiers_of_every_size_serve_and_are_told_truly(device, host, disk, model,
         lost = re.search(r"stopped; .*?(\d+) blocks lost", server.log)
         assert ("without a disk tier" in lost[0]) is (disk == "0") is (int(lost[1]) > 0)
         server.start()
-        assert {"disk": 64 if disk != "0" else 0} == {"disk": server.ask().get("disk", 0)}
+        assert (64 if disk != "0" else 0) == hits().get("disk", 0)
         server.stop()
     finally:
         server.kill()

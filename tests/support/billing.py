@@ -21,6 +21,7 @@ from billing.prices.cards import default_card
 from billing.proof import audit
 from billing.store import reports as store_reports
 from billing.store.opening import database_url, open_store
+from billing.store.store import LedgerStore
 from billing.tenants import Tenant
 from billing.usage import Usage
 
@@ -177,9 +178,17 @@ def running_ledger(
         store.close()
 
 
+def entries_of(store: LedgerStore, tenant: str = "acme") -> list[Entry]:
+    with store.reading() as connection:
+        return list(store_reports.stream_entries(connection, tenant))
+
+
+def charges_of(store: LedgerStore, tenant: str = "acme") -> list[Entry]:
+    return [entry for entry in entries_of(store, tenant) if entry.kind is Kind.CHARGE]
+
+
 def booked(url: str, tenant: str = "acme") -> list[Entry]:
     """A tenant's entries in a ledger that is opened for this, and proved."""
     with closing(open_store(url)) as store:
         assert audit.verify(store).problems == []
-        with store.reading() as connection:
-            return list(store_reports.stream_entries(connection, tenant))
+        return entries_of(store, tenant)

@@ -19,8 +19,7 @@ from billing.reports.documents import entry_document
 from billing.reports.focus import corrected_instants, focus_csv, focus_rows
 from billing.store import reports as store_reports
 from billing.usage import Usage
-from tests.contract.conftest import entries
-from tests.support.billing import TestLedger, card_text, priced
+from tests.support.billing import TestLedger, card_text, entries_of, priced
 from tests.support.commands import said
 
 USAGE = Usage(hit_device=100, hit_disk=900, miss=100, output=7)
@@ -39,7 +38,7 @@ def house(house):
 
 
 def focus(house: TestLedger) -> list[dict[str, str]]:
-    booked = entries(house.ledger.store)
+    booked = entries_of(house.ledger.store)
     rows = focus_rows(booked, house.ledger.book, corrected_instants(house.ledger.store, booked))
     return list(csv.DictReader(io.StringIO(focus_csv(rows).decode())))
 
@@ -146,7 +145,7 @@ def test_what_lacks_to_a_minimum_has_no_price_and_a_fee_has_one(house):
     house.accounts.apply_card(parse_card(NIGHTS), by="test")
     for number in range(3):
         charged(house, f"n{number}", Usage(miss=10 + number, output=7))
-    for entry in entries(house.ledger.store):  # no amount is told in units of 1e-12
+    for entry in entries_of(house.ledger.store):  # no amount is told in units of 1e-12
         told = entry_document(entry)["details"]
         amounts = [told[name] for name in AMOUNTS & told.keys()]
         assert all(re.fullmatch(r"-?\d{1,4}\.\d{2,12}", each) for each in amounts)
@@ -177,7 +176,7 @@ def test_what_grants_pay_is_a_credit_so_that_billed_costs_are_what_was_paid(hous
     assert ["-0.001", "0.0005", "0.0005"] == [row["BilledCost"] for row in paid]
     assert ["", "", "Correction"] == [row["ChargeClass"] for row in paid]
     billed = sum(parse_amount(row["BilledCost"]) for row in rows)
-    booked = [e for e in entries(house.ledger.store) if e.request_id in names]
+    booked = [e for e in entries_of(house.ledger.store) if e.request_id in names]
     assert billed == -sum(e.amount - e.amounts.get("granted", 0) for e in booked)
 
 

@@ -16,6 +16,7 @@ import pytest
 
 from billing.gate.entries import Kind
 from tests.e2e.test_two_machines import Machine
+from tests.live_server import SCRIPT
 from tests.patience import PATIENCE_S, free_port, until
 from tests.postgres_server import fresh_database
 from tests.redis_server import redis_server
@@ -32,13 +33,7 @@ OPENING = " ".join(f"Person {n} lives in town {n * 7 % 97}." for n in range(30))
 class Server(Machine):
     """Ours, before the router."""
 
-    start_s = PATIENCE_S
-    engine = ""
-
-    def command(self):
-        script, *more = super().command()
-        sizes = more.index("--block-size")  # the engine's, and so are the tiers
-        return [script, *more[:sizes], "--engine", self.engine]
+    sizes = ()  # the engine's, and so are the tiers
 
 
 @contextmanager
@@ -159,7 +154,7 @@ def test_a_fleet_bills_each_answer_once_while_an_engine_is_killed(model, tmp_pat
                 CACHESVC_BILLING__DATABASE_URL=database,
                 CACHESVC_BILLING__SERVER_NAME=name,
             )
-            server.engine = url
+            server.more = ("--engine", url)
             server.data_dir.mkdir(parents=True)
             stack.callback(server.kill)
             servers.append(server)
@@ -204,7 +199,7 @@ def test_a_fleet_bills_each_answer_once_while_an_engine_is_killed(model, tmp_pat
 def dashboard(server):
     """The usage of all tenants as a server's dashboard has it."""
     done = subprocess.run(
-        [server.command()[0], "admin", "link", "--data-dir", server.data_dir],
+        [SCRIPT, "admin", "link", "--data-dir", server.data_dir],
         capture_output=True,
         text=True,
         check=True,

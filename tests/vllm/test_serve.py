@@ -15,11 +15,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from billing.gate.entries import Kind
-from billing.store import reports as store_reports
 from tests.live_server import LiveServer
 from tests.patience import PATIENCE_S, until
 from tests.redis_server import redis_server
+from tests.support.billing import charges_of
 from tests.vllm.processes import PYTHON, ROOT, RunningNode
 from tiers.node.client import NodeClient
 from tiers.node.messages import described_layout
@@ -37,8 +36,6 @@ OTHER = " ".join(f"Badge {n} opens door {n * 31 % 89}." for n in range(60))
 
 class VllmServer(LiveServer):
     """A server whose engine is vLLM, in vLLM's environment."""
-
-    start_s = PATIENCE_S
 
     def command(self):
         options = ["--engine", "vllm", "--port", "0", "--data-dir", self.data_dir]
@@ -70,17 +67,8 @@ class VllmServer(LiveServer):
     def entries(self):
         """The charges. Fails once the server has ended: nobody would book what is waited for."""
         assert self.runs, self.log
-        store = self.store()
-        try:
-            with store.reading() as connection:
-                return [
-                    entry
-                    for tenant in ("a", "b")
-                    for entry in store_reports.stream_entries(connection, tenant)
-                    if entry.kind is Kind.CHARGE
-                ]
-        finally:
-            store.close()
+        with closing(self.store()) as store:
+            return [entry for tenant in ("a", "b") for entry in charges_of(store, tenant)]
 
 
 class Client:
