@@ -5,12 +5,9 @@ import json
 import pytest
 
 from engine.request import FinishReason
+from tests.api.bank import CHAT, HELLO, PROMPT_TOKENS
 from tests.api.conftest import of
 from tests.support.wire import Script
-
-CHAT = "/v1/chat/completions"
-HELLO = {"model": "bytes", "messages": [{"role": "user", "content": "hi"}]}
-PROMPT_TOKENS = len("user: hi\nassistant: ")
 
 
 def events(text: str) -> list[dict | str]:
@@ -19,74 +16,59 @@ def events(text: str) -> list[dict | str]:
     return [one if one == "[DONE]" else json.loads(one) for one in data]
 
 
-async def test_an_answer_has_openais_shape(client, house):
-    house.engine.script = Script(answer="hello")
+async def test_an_answer_has_openais_shape_and_its_hits_and_misses_make_up_the_prompt(
+    client, house
+):
+    hits = {"hit_device": 4, "hit_host": 3, "hit_disk": 2}
+    house.engine.script = Script(answer="hello", hits=hits)
     answer = (await client.post(CHAT, json=HELLO)).json()
-    assert answer["id"].startswith("chatcmpl-")
+    assert answer.pop("id").startswith("chatcmpl-")
     assert isinstance(answer.pop("created"), int)
-    del answer["id"]
-    usage = answer.pop("usage")
+    message = {"role": "assistant", "content": "hello", "refusal": None}
     assert {
         "object": "chat.completion",
         "model": "bytes",
-        "choices": [
-            {
-                "index": 0,
-                "message": {"role": "assistant", "content": "hello", "refusal": None},
-                "logprobs": None,
-                "finish_reason": "stop",
-            }
-        ],
-    } == answer
-    assert usage["prompt_tokens"] == PROMPT_TOKENS
-    assert usage["completion_tokens"] == len("hello") + 1  # the end token counts
-
-
-async def test_hits_and_misses_make_up_the_prompt(client, house):
-    house.engine.script = Script(answer="x", hits={"hit_device": 4, "hit_host": 3, "hit_disk": 2})
-    usage = (await client.post(CHAT, json=HELLO)).json()["usage"]
-    assert {
-        "prompt_tokens": PROMPT_TOKENS,
-        "completion_tokens": 2,
-        "total_tokens": PROMPT_TOKENS + 2,
-        "prompt_cache_hit_tokens": 9,
-        "prompt_cache_miss_tokens": PROMPT_TOKENS - 9,
-        "prompt_tokens_details": {
-            "cached_tokens": 9,
-            "cache_write_tokens": 0,
-            "cached_tokens_details": {"device": 4, "host": 3, "disk": 2},
+        "choices": [{"index": 0, "message": message, "logprobs": None, "finish_reason": "stop"}],
+        "usage": {
+            "prompt_tokens": PROMPT_TOKENS,
+            "completion_tokens": len("hello") + 1,  # the end token counts
+            "total_tokens": PROMPT_TOKENS + 6,
+            "prompt_cache_hit_tokens": 9,
+            "prompt_cache_miss_tokens": PROMPT_TOKENS - 9,
+            "prompt_tokens_details": {
+                "cached_tokens": 9,
+                "cache_write_tokens": 0,
+                "cached_tokens_details": {"device": 4, "host": 3, "disk": 2},
+            },
         },
-    } == usage
+    } == answer
     house.engine.script = Script(answer="x", hits={"hit_remote": 5})
     usage = (await client.post(CHAT, json=HELLO)).json()["usage"]
     tiers = usage["prompt_tokens_details"]["cached_tokens_details"]
     assert {"device": 0, "host": 0, "disk": 0, "remote": 5} == tiers, "named where it served"
 
 
-async def test_a_stream_opens_with_the_role_and_closes_with_done(client, house):
+@pytest.mark.parametrize("include_usage", [False, True])
+async def test_a_stream_opens_with_the_role_and_closes_with_done(client, house, include_usage):
+    """The usage that is asked for is a last chunk without choices."""
     house.engine.script = Script(answer="héllo")
-    response = await client.post(CHAT, json=HELLO | {"stream": True})
+    body = HELLO | {"stream": True, "stream_options": {"include_usage": include_usage}}
+    response = await client.post(CHAT, json=body)
     assert response.headers["content-type"].startswith("text/event-stream")
     *chunks, done = events(response.text)
     assert done == "[DONE]"
-    assert {"role": "assistant", "content": ""} == chunks[0]["choices"][0]["delta"]
-    text = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
-    assert text == "héllo"
-    finishes = [chunk["choices"][0]["finish_reason"] for chunk in chunks]
-    assert [None] * (len(chunks) - 1) + ["stop"] == finishes
     assert {"chat.completion.chunk"} == {chunk["object"] for chunk in chunks}
     assert len({chunk["id"] for chunk in chunks}) == 1
-    assert all("usage" not in chunk for chunk in chunks)
-
-
-async def test_include_usage_adds_a_last_chunk_without_choices(client, house):
-    house.engine.script = Script(answer="ok")
-    body = HELLO | {"stream": True, "stream_options": {"include_usage": True}}
-    *chunks, last, done = events((await client.post(CHAT, json=body)).text)
-    assert done == "[DONE]"
-    assert last["choices"] == []
-    assert last["usage"]["total_tokens"] == PROMPT_TOKENS + 3
-    assert all(chunk["usage"] is None for chunk in chunks)
+    if include_usage:
+        last = chunks.pop()
+        assert ([], PROMPT_TOKENS + 7) == (last["choices"], last["usage"]["total_tokens"])
+    told = [None] * len(chunks) if include_usage else []
+    assert told == [chunk["usage"] for chunk in chunks if "usage" in chunk]
+    [choices] = zip(*(chunk["choices"] for chunk in chunks), strict=True)
+    assert {"role": "assistant", "content": ""} == choices[0]["delta"]
+    assert "héllo" == "".join(choice["delta"].get("content", "") for choice in choices)
+    finishes = [choice["finish_reason"] for choice in choices]
+    assert [None] * (len(chunks) - 1) + ["stop"] == finishes
 
 
 async def test_a_stop_string_ends_the_answer_and_is_not_in_it(client, house):
@@ -113,15 +95,11 @@ async def test_logprobs_come_by_token(client, house):
     body = HELLO | {"logprobs": True, "top_logprobs": 2, "max_tokens": 2}
     content = (await client.post(CHAT, json=body)).json()["choices"][0]["logprobs"]["content"]
     assert ["h", "i"] == [entry["token"] for entry in content]
-    assert {
-        "token": "h",
-        "logprob": -0.5,
-        "bytes": [104],
-        "top_logprobs": [
-            {"token": "h", "logprob": -0.5, "bytes": [104]},
-            {"token": "A", "logprob": -1.5, "bytes": [65]},
-        ],
-    } == content[0]
+    first, second = (
+        {"token": token, "logprob": logprob, "bytes": [ord(token)]}
+        for token, logprob in (("h", -0.5), ("A", -1.5))
+    )
+    assert first | {"top_logprobs": [first, second]} == content[0]
 
 
 async def test_parameters_reach_the_engine(client, house):
@@ -129,8 +107,9 @@ async def test_parameters_reach_the_engine(client, house):
     same |= {"presence_penalty": 1, "frequency_penalty": -1, "repetition_penalty": 1.1}
     same |= {"ignore_eos": True, "max_tokens": 9, "min_tokens": 2}
     other = {"logit_bias": {"65": 10}, "stop_token_ids": [66], "user": "someone"}
-    body = HELLO | same | other | {"an_unknown_field": {"is": "accepted"}}
-    assert (await client.post(CHAT, json=body)).status_code == 200
+    other |= {"an_unknown_field": {"is": "accepted"}, "cachesvc": {"cache": False}}
+    assert (await client.post(CHAT, json=HELLO | same | other)).status_code == 200
+    assert not house.engine.requests[0].cache
     params = house.engine.requests[0].params
     assert same == {name: getattr(params, name) for name in same}
     assert ({65: 10}, (66,)) == (params.logit_bias, params.stop_token_ids)
@@ -139,6 +118,7 @@ async def test_parameters_reach_the_engine(client, house):
 async def test_nulls_mean_defaults(client, house):
     nulls = dict.fromkeys(["n", "temperature", "stop", "max_tokens", "stream", "logit_bias"])
     assert (await client.post(CHAT, json=HELLO | nulls)).status_code == 200
+    assert house.engine.requests[0].cache
     params = house.engine.requests[0].params
     assert (1, 1.0, 4096 - PROMPT_TOKENS) == (params.n, params.temperature, params.max_tokens)
 
@@ -157,11 +137,6 @@ async def test_details_are_given_on_request(client, house):
     assert "receipt" in by_header["cachesvc"]
 
 
-async def test_the_cache_may_be_left_out(client, house):
-    await client.post(CHAT, json=HELLO | {"cachesvc": {"cache": False}})
-    assert [False] == [request.cache for request in house.engine.requests]
-
-
 TEXT = "/v1/completions"
 
 
@@ -175,19 +150,16 @@ async def test_a_completion_has_openais_shape(client, house):
     assert (4, 5) == (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"])
 
 
-@pytest.mark.parametrize(
-    ("prompt", "texts"),
-    [
+async def test_prompts_are_texts_or_token_ids(client):
+    for prompt, texts in (
         ("ab", ["ab"]),
         (["ab", "cde"], ["ab", "cde"]),
         ([97, 98], ["ab"]),
         ([[97], [98, 99]], ["a", "bc"]),
-    ],
-)
-async def test_prompts_are_texts_or_token_ids(client, prompt, texts):
-    answer = (await client.post(TEXT, json={"model": "bytes", "prompt": prompt})).json()
-    assert texts == [choice["text"] for choice in answer["choices"]]
-    assert sum(map(len, texts)) == answer["usage"]["prompt_tokens"]
+    ):
+        answer = (await client.post(TEXT, json={"model": "bytes", "prompt": prompt})).json()
+        assert texts == [choice["text"] for choice in answer["choices"]]
+        assert sum(map(len, texts)) == answer["usage"]["prompt_tokens"]
 
 
 async def test_choices_are_numbered_by_prompt_and_sequence(client, house):
@@ -210,12 +182,8 @@ async def test_logprobs_come_by_column(client, house):
     house.engine.script = Script(answer="hé")
     body = {"model": "bytes", "prompt": "p", "logprobs": 2, "max_tokens": 1}
     told = (await client.post(TEXT, json=body)).json()["choices"][0]["logprobs"]
-    assert {
-        "tokens": ["h"],
-        "token_logprobs": [-0.5],
-        "top_logprobs": [{"h": -0.5, "A": -1.5}],
-        "text_offset": [0],
-    } == told
+    columns = of(told, "tokens", "token_logprobs", "top_logprobs", "text_offset")
+    assert (["h"], [-0.5], [{"h": -0.5, "A": -1.5}], [0]) == columns
 
 
 async def test_a_stream_echoes_first(client, house):
@@ -247,10 +215,7 @@ async def test_text_offsets_are_of_characters(client, house, stream):
     house.engine.script = Script(answer="a\u6771b")
     asked = {"model": "bytes", "prompt": "hi", "logprobs": 1, "max_tokens": 9, "stream": stream}
     answer = await client.post(TEXT, json=asked)
-    if stream:
-        lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
-        told = [json.loads(line)["choices"][0]["logprobs"] for line in lines[:-1]]
-        offsets = [offset for each in told if each for offset in each["text_offset"]]
-    else:
-        offsets = answer.json()["choices"][0]["logprobs"]["text_offset"]
+    parts = events(answer.text)[:-1] if stream else [answer.json()]
+    told = [part["choices"][0]["logprobs"] for part in parts]
+    offsets = [offset for each in told if each for offset in each["text_offset"]]
     assert [0, 1, 1, 1, 2, 3] == offsets  # the last ends the sequence

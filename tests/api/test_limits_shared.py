@@ -12,6 +12,7 @@ from api.access.rate_limits import LimitSettings, Quota, WindowLimits, open_limi
 from api.errors import RateLimited
 from billing.keys import Principal
 from billing.usage import Usage
+from tests.api.bank import CHAT, HELLO
 from tests.api.conftest import running
 from tests.redis_server import redis_server
 from tests.support.wire import Script, fake_house
@@ -20,8 +21,6 @@ pytestmark = pytest.mark.redis
 
 ACME, KEY = Holder("tenant", "acme"), Holder("key", "key_1")
 PRINCIPAL = Principal("acme", key_id="key_1")
-CHAT = "/v1/chat/completions"
-HELLO = {"model": "bytes", "messages": [{"role": "user", "content": "hi"}]}
 
 
 @pytest.fixture(scope="module")

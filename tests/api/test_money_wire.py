@@ -85,8 +85,8 @@ async def test_without_its_database_the_gate_is_shut_and_says_so(bank, monkeypat
         assert 1 == len(house.engine.requests)
 
 
-async def test_keys_end_and_have_scopes(bank):
-    async with serving(bank) as (_, client, _):
+async def test_keys_end_and_have_scopes_and_without_balance_nothing_is_computed(bank):
+    async with serving(bank) as (_, client, house):
         reader = bank.customer(UNITS, scopes=frozenset({Scope.USAGE}))
         refused = await client.post(CHAT, json=HELLO, headers=reader)
         assert (403, "insufficient_scope") == refusal(refused)
@@ -94,12 +94,7 @@ async def test_keys_end_and_have_scopes(bank):
         expired = bank.customer(UNITS, "late", expires_ns=1)
         answer = await client.post(CHAT, json=HELLO, headers=expired)
         assert (401, "expired_api_key") == refusal(answer)
-
-
-async def test_without_balance_nothing_is_computed(bank):
-    async with serving(bank) as (_, client, house):
-        headers = bank.customer(0)
-        answer = await client.post(CHAT, json=HELLO, headers=headers)
+        answer = await client.post(CHAT, json=HELLO, headers=bank.customer(0, "poor"))
         assert (402, "insufficient_balance") == refusal(answer)
         assert [] == house.engine.requests
 
@@ -111,24 +106,14 @@ async def test_a_charge_is_exact_and_the_balance_shows_it(bank):
         body = {"model": "bytes", "prompt": "p" * 100, "cachesvc": {"details": True}}
         answer = (await client.post("/v1/completions", json=body, headers=headers)).json()
         due = 70 * HIT + 30 * MISS + 6 * OUTPUT
-        assert {
-            "currency": "CNY",
-            "amount": format_units(due),
-            "saved": format_units(70 * (MISS - HIT)),
-        }.items() <= answer["cachesvc"]["cost"].items()
+        cost = {"currency": "CNY", "amount": format_units(due)}
+        cost["saved"] = format_units(70 * (MISS - HIT))
+        assert cost.items() <= answer["cachesvc"]["cost"].items()
         assert due == bank.spent(UNITS)
         balance = (await client.get("/user/balance", headers=headers)).json()
-    assert {
-        "is_available": True,
-        "balance_infos": [
-            {
-                "currency": "CNY",
-                "total_balance": format_units(UNITS - due),
-                "granted_balance": "0.00",
-                "topped_up_balance": format_units(UNITS - due),
-            }
-        ],
-    } == balance
+    left = format_units(UNITS - due)
+    told = {"total_balance": left, "granted_balance": "0.00", "topped_up_balance": left}
+    assert {"is_available": True, "balance_infos": [told | {"currency": "CNY"}]} == balance
 
 
 async def test_hits_that_cost_as_much_as_misses_say_why(bank):
@@ -221,11 +206,8 @@ async def cut_answer(bank: Bank, path: str, body: dict[str, Any], headers: Any) 
         house.engine.script = Script(answer="z" * 100, tokens_per_step=3, step_s=0.002)
         answer = await client.post(path, json=body, headers=headers)
     assert 200 == answer.status_code
-    if body["stream"]:
-        lines = [line[6:] for line in answer.text.split("\n") if line.startswith("data: {")]
-        documents = [json.loads(line) for line in lines]
-    else:
-        documents = [answer.json()]
+    lines = answer.text.replace("data: ", "").split("\n") if body["stream"] else [answer.text]
+    documents = [json.loads(line) for line in lines if line.startswith("{")]
     documents += [each["response"] for each in documents if "response" in each]
     return answer.text, [each["cachesvc"] for each in documents if "cachesvc" in each]
 
@@ -246,15 +228,14 @@ async def test_an_answer_ends_where_the_money_or_the_limit_does(
     text, told = await cut_answer(bank, path, body | {"stream": stream}, headers)
     assert reason in text
     assert told
+    limit = {"name": "cap", "of": "tenant", "per": "month", "amount": format_units(paid)}
     for block in told:
         if not limited:
             assert {"ended_by": "insufficient_balance"} == block
-            continue
-        assert "spend_limit_reached" == block["ended_by"]
-        named = {name: block["limit"][name] for name in ("name", "of", "per", "amount")}
-        amount = format_units(paid)
-        assert {"name": "cap", "of": "tenant", "per": "month", "amount": amount} == named
-        assert block["limit"]["ends_at"].endswith("-01T00:00:00Z")
+        else:
+            assert "spend_limit_reached" == block["ended_by"]
+            assert limit.items() <= block["limit"].items()
+            assert block["limit"]["ends_at"].endswith("-01T00:00:00Z")
     assert paid == bank.spent(given)
 
 
@@ -285,16 +266,6 @@ async def test_a_failure_costs_what_had_been_sent(bank, stream, made):
         answer = await client.post(CHAT, json=HELLO | {"stream": stream}, headers=headers)
         assert (200 if stream and made else 500) == answer.status_code
     assert (PROMPT_TOKENS * MISS + made * OUTPUT if stream and made else 0) == bank.spent(UNITS)
-
-
-async def test_a_failure_before_the_first_token_costs_nothing(bank):
-    async with serving(bank) as (_, client, house):
-        headers = bank.customer(UNITS)
-        house.engine.script = Script(fail_after=0)
-        assert 500 == (await client.post(CHAT, json=HELLO, headers=headers)).status_code
-        house.engine.script = Script(refuse=ZeroDivisionError())
-        assert 500 == (await client.post(CHAT, json=HELLO, headers=headers)).status_code
-    assert 0 == bank.spent(UNITS)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -328,18 +299,6 @@ async def test_an_answer_that_we_fail_to_write_costs_nothing(bank, monkeypatch):
     assert [] == audit.verify(bank.store).problems
 
 
-async def test_a_client_that_leaves_pays_for_what_was_made(bank):
-    async with serving(bank) as (app, _, house):
-        headers = bank.customer(UNITS)
-        house.engine.script = Script(answer="z" * 1000, step_s=0.002)
-        visit = Visit(app, CHAT, HELLO | {"stream": True}, **headers).start()
-        await visit.first_text()
-        visit.leave()
-        await visit.task
-        (made,) = house.engine.tokens_made.values()
-    assert PROMPT_TOKENS * MISS + made * OUTPUT == bank.spent(UNITS)
-
-
 async def test_the_lease_of_a_silent_request_is_renewed(tmp_path):
     """A request that waits longer than a lease keeps its hold."""
     bank = Bank(tmp_path, lease_s=1, settings=WireSettings(keepalive_s=0.1))
@@ -356,7 +315,7 @@ async def test_the_lease_of_a_silent_request_is_renewed(tmp_path):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_the_journal_says_what_was_sent(bank, stream):
+async def test_a_client_that_leaves_pays_and_the_journal_says_what_was_sent(bank, stream):
     """A crash is billed from it: of an answer that goes out whole, nothing was sent before."""
     async with serving(bank) as (app, _, house):
         headers = bank.customer(UNITS)
@@ -367,6 +326,8 @@ async def test_the_journal_says_what_was_sent(bank, stream):
         told = visit.text.count('"content":"z"')
         visit.leave()
         await visit.task
+        (made,) = house.engine.tokens_made.values()
+    assert PROMPT_TOKENS * MISS + made * OUTPUT == bank.spent(UNITS)
     assert (stream, stream) == (held.usage.output > 0, held.usage.prompt > 0)
     assert held.usage.output <= told
 

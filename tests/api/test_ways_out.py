@@ -11,14 +11,12 @@ from api.collaborators import WireSettings
 from api.routes.chat import ChatFormat
 from billing.gate.outcomes import Outcome
 from engine.request import FinishReason
+from tests.api.bank import CHAT, HELLO, PROMPT_TOKENS
 from tests.api.conftest import begun, quiet, refusal, running
 from tests.api.driver import Visit
 from tests.support.wire import Script, fake_house
 
-CHAT = "/v1/chat/completions"
-HELLO = {"model": "bytes", "messages": [{"role": "user", "content": "hi"}]}
 STREAM = HELLO | {"stream": True}
-PROMPT_TOKENS = len("user: hi\nassistant: ")
 
 
 @pytest.mark.parametrize("stream", [False, True])
