@@ -6,7 +6,7 @@ keep for the account, which all tenants share, is refused by name.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Final
 
@@ -66,9 +66,9 @@ class PassedBody(LabelledBody):
     def wants_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
-    def max_output(self, context: int) -> int:
-        """The tokens at most of one choice."""
-        given = (self.max_tokens, self.max_completion_tokens, self.max_output_tokens)
+    def max_output(self, context: int, limits: Sequence[str]) -> int:
+        """The tokens at most of one choice, by the fields that its protocol has for them."""
+        given = (getattr(self, name) for name in limits)
         return min(max((each for each in given if each), default=context), context)
 
     def check(self, max_choices: int) -> None:

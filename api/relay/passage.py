@@ -276,8 +276,13 @@ class Passage:
         """Raises RemoteFault for an answer that broke off. Covers output that was not seen."""
         if not (self._is_complete or self._is_ending):
             raise self._asked.fault("its answer has no end", BROKE_OFF)
+        most = self.job.model.max_context * self.job.num_choices
+        told = min(self._reader.counted.output or 0, most)
+        if told > self._covered:  # the endpoint does not know the limit that was given
+            self._charge.exceed(told)
+            self._covered = told
         usage, site = self.usage(), self._site
-        self._covered = await self._cover(min(usage.output, self.job.max_output))
+        self._covered = await self._cover(usage.output)
         assert site is not None, "it answered"
         if self._charge.refuses(usage):
             fault = self._asked.fault("no count of its prompt", UNCOUNTED)

@@ -110,9 +110,19 @@ class ClientProtocol:
     is_messages: bool = False
     keeps_answers: bool = False  # for later requests, unless it is told not to
     asks_for_usage: bool = False  # a stream has none unless it is asked for
+    limits: tuple[str, ...] = ("max_tokens",)  # of its output; others are ignored
 
 
-CHAT: Final = ClientProtocol(path="/v1/chat/completions", asks_for_usage=True)
+CHAT: Final = ClientProtocol(
+    path="/v1/chat/completions",
+    asks_for_usage=True,
+    limits=("max_tokens", "max_completion_tokens"),
+)
 COMPLETIONS: Final = ClientProtocol(path="/v1/completions", asks_for_usage=True)
 MESSAGES: Final = ClientProtocol(path="/v1/messages", answer=_PassedMessage, is_messages=True)
-RESPONSES: Final = ClientProtocol(path="/v1/responses", answer=_PassedResponse, keeps_answers=True)
+RESPONSES: Final = ClientProtocol(
+    path="/v1/responses",
+    answer=_PassedResponse,
+    keeps_answers=True,
+    limits=("max_output_tokens",),
+)

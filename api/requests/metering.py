@@ -173,6 +173,11 @@ class LedgerCharge:
                 return min(output_tokens, self._covered)
             await asyncio.wait([self._asked])
 
+    def exceed(self, output_tokens: int) -> None:
+        """An engine elsewhere gave more output than was asked for at most."""
+        self._slice = max(self._slice, output_tokens - self._covered)
+        self._most = max(self._most, output_tokens)
+
     @property
     def service_tier(self) -> str:
         """The requested service tier, if its price is the request's; else empty."""

@@ -40,7 +40,10 @@ async def relayed(arrival: Arrival, protocol: ClientProtocol) -> Response | None
         request_id=log.request_id,
         model=model,
         prompts=(),
-        params=SamplingParams(n=body.num_choices, max_tokens=body.max_output(model.max_context)),
+        params=SamplingParams(
+            n=body.num_choices,
+            max_tokens=body.max_output(model.max_context, protocol.limits),
+        ),
         tenant=tenant,
         scope=scope,
         stream=bool(body.stream),

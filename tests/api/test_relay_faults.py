@@ -26,6 +26,7 @@ from tests.support.stand_in import RESET, WAIT, Script, served
 from tests.support.upstream import (
     CACHED,
     CHAT,
+    COMPLETIONS,
     MESSAGES,
     OUTPUT,
     PATHS,
@@ -530,6 +531,37 @@ async def test_thoughts_that_nobody_sees_are_held_before_they_are_charged(up, tm
         (entry,) = charges(service, "acme")
         assert 256 == usage_of(entry)["output"], "what was held"
         assert 0 <= service._money.accounts.tenant("acme").balance
+
+
+# A limit that another protocol has, or only some endpoints: no other is to be believed.
+LIMITS = {
+    CHAT: ["max_output_tokens", "max_tokens"],
+    COMPLETIONS: ["max_completion_tokens", "max_tokens"],
+    MESSAGES: ["max_tokens"],
+    RESPONSES: ["max_tokens", "max_output_tokens"],
+}
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_output_above_a_limit_that_the_endpoint_does_not_know_is_charged(
+    up, tmp_path, path, stream
+):
+    """What the balance covers of it. Nothing is held below what the protocol's own fields say."""
+    async with relaying(tmp_path, up) as (service, client):
+        for number, limit in enumerate(LIMITS[path]):
+            bare = {name: n for name, n in body(path).items() if not name.startswith("max_")}
+            asked = bare | {"stream": stream, limit: 1}
+            answer = await client.post(path, json=asked)
+            assert 200 == answer.status_code, answer.text
+            assert ALL == usage_of(charges(service)[number]), limit
+        held = bound(**asked) * MISS + 2 * MISS
+        for name, more, output in (("poor", 0, 1), ("rich", 4 * MISS, OUTPUT)):
+            headers = paying(service, held + more, name)
+            answer = await client.post(path, json=asked, headers=headers)
+            assert 200 == answer.status_code, answer.text
+            (entry,) = charges(service, name)
+            assert ALL | {"output": output} == usage_of(entry), name
 
 
 async def test_a_retry_with_its_key_gets_the_first_answer_and_pays_once(up, tmp_path):
