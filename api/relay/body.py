@@ -25,12 +25,26 @@ VERSION: Final = "2023-06-01"  # of Anthropic's protocol
 _HEADER_VALUE = re.compile(r"[A-Za-z0-9._,\- ]{1,256}")
 _PROTOCOL_HEADERS = ("anthropic-version", "anthropic-beta")  # they say what a body means
 _USER_NAMES = ("user", "user_id", "safety_identifier", "prompt_cache_key")
-_ACCOUNTS = ("previous_response_id", "conversation", "background", "container", "cachesvc")
+_SHARED = "what the endpoint keeps is shared by all tenants. Send the whole conversation."
+_UNPRICED = "it may cost what is not this model's price."
+_INSIDE = "it is for who runs the endpoint."
+_REFUSED: Final[Mapping[str, str]] = {
+    **dict.fromkeys(("previous_response_id", "conversation", "background", "container"), _SHARED),
+    **dict.fromkeys(("prompt", "preset", "cachesvc"), _SHARED),
+    **dict.fromkeys(("models", "fallbacks", "route", "provider"), _UNPRICED),  # of gateways
+    **dict.fromkeys(("speed", "inference_geo"), _UNPRICED),  # Anthropic's
+    **dict.fromkeys(("api_base", "base_url", "api_key", "user_config"), _INSIDE),  # LiteLLM's
+    **dict.fromkeys(("kv_transfer_params", "priority", "request_id"), _INSIDE),  # vLLM's
+    **dict.fromkeys(("bootstrap_host", "bootstrap_room", "rid", "lora_path"), _INSIDE),  # SGLang's
+    "custom_logit_processor": _INSIDE,
+}
+# By which the endpoint reads more than the body has.
+_READERS = ("mcp_servers", "plugins", "web_search_options", "data_sources")
 _OWN_TOOLS = ("function", "custom", None)
 # Parts whose tokens have nothing to do with their bytes.
 _MEDIA = re.compile(
     rb'"(?:[a-z_]*image[a-z_]*|[a-z_]*(?:audio|video)_?(?:url|data)?|input_(?:audio|file)'
-    rb'|file_(?:id|url|data)|prompt_embeds)":[\["{]'
+    rb'|file_(?:id|url|data)|prompt_embeds|cached_content)":[\["{]'
     rb'|"type":"[a-z_]*(?:image|audio|video|file|document|upload)[a-z_]*"'
 )
 
@@ -79,11 +93,14 @@ class PassedBody(LabelledBody):
                 "that this server answers in one request.",
                 param="n",
             )
-        for name in _ACCOUNTS:
-            if (self.model_extra or {}).get(name):
+        given = dict(self.model_extra or {})
+        if isinstance(self.prompt, Mapping):
+            given["prompt"] = self.prompt  # that the account keeps for Responses
+        for name, why in _REFUSED.items():
+            if given.get(name):
                 raise Unsupported(
-                    f"{name} is not served with this model: its requests pass to an endpoint that "
-                    "is shared by all tenants. Leave it out, and send the whole conversation.",
+                    f"{name} is not served with this model, whose requests pass to an endpoint: "
+                    f"{why} Leave it out.",
                     param=name,
                 )
 
@@ -144,7 +161,8 @@ class Ascent:
         offered = tools if isinstance(tools, list) else []
         kinds = {each.get("type") for each in offered if isinstance(each, Mapping)}
         data = orjson.dumps(self.document)
-        if kinds - set(_OWN_TOOLS) or _MEDIA.search(data):
+        reads = any(self.document.get(name) for name in _READERS)
+        if reads or kinds - set(_OWN_TOOLS) or _MEDIA.search(data):
             return context * num_prompts
         return min(len(data) + TEMPLATE_TOKENS * num_prompts, context * num_prompts)
 

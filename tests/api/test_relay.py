@@ -214,24 +214,49 @@ def _bare(line: str) -> str:
     return head + found + json.dumps(document)
 
 
+@pytest.mark.parametrize("name", ["mcp_servers", "plugins", "web_search_options", "data_sources"])
+async def test_what_makes_the_endpoint_read_more_is_held_for_as_the_whole_context(
+    up, tmp_path, name
+):
+    up.whole[CHAT] = compact({**WHOLE[CHAT], "usage": None})
+    async with relaying(tmp_path, up) as (service, client):
+        for given in ([{"id": "web"}], None):
+            answer = await client.post(CHAT, json=body(CHAT, **{name: given}))
+            assert 200 == answer.status_code, answer.text
+        first, second = usages(service)
+        assert CONTEXT == first["miss"] > second["miss"]
+
+
 async def test_images_are_held_for_as_the_whole_context(up, tmp_path):
     """Their bytes tell nothing of their tokens. A text that speaks of images is a text."""
     up.whole[CHAT] = compact({**WHOLE[CHAT], "usage": None})
     image = {"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}
+    shot = {"type": "tool_result", "tool_use_id": "t", "content": [{"type": "image"}]}
     spoken = '{"type":"image_url","image_url":{"url":"x"}}'
     async with relaying(tmp_path, up) as (service, client):
-        for part in (image, {"type": "text", "text": spoken}):
+        for part in (image, shot, {"type": "text", "text": spoken}):
             asked = body(CHAT, messages=[{"role": "user", "content": [part]}])
             assert 200 == (await client.post(CHAT, json=asked)).status_code
-        first, second = usages(service)
-        assert CONTEXT == first["miss"] > second["miss"]
+        first, second, third = usages(service)
+        assert CONTEXT == first["miss"] == second["miss"] > third["miss"]
 
 
 REFUSED: tuple[dict[str, Any], ...] = (
     {"previous_response_id": "resp_1"},
     {"conversation": "c"},
     {"background": True},
+    {"prompt": {"id": "pmpt_1"}},
     {"cachesvc": {"details": True}},
+    {"models": ["a", "b"]},
+    {"fallbacks": ["gpt-5-pro"]},
+    {"provider": {"order": ["dear"]}},
+    {"speed": "fast"},
+    {"inference_geo": "us"},
+    {"api_base": "http://10.0.0.1"},
+    {"kv_transfer_params": {"remote_block_ids": [1]}},
+    {"priority": -1},
+    {"lora_path": "other"},
+    {"bootstrap_host": "10.0.0.1"},
     {"n": 65},
     {"max_output_tokens": 0},
     {"model": "other"},
