@@ -52,8 +52,9 @@ def read_kept(where: str) -> bytes:
 
 def _of_bucket(store: ObjectStore) -> bytes:
     names = sorted(name for name in store.names("") if name.rpartition("/")[2].startswith(PREFIX))
-    found = store.get(names)
+    found: list[bytes] = []
+    store.read(names, lambda _, line: found.append(bytes(line)))
     store.close()
     if not names:
         raise ExportError("the bucket holds no heads; is the prefix right?")
-    return b"".join(line for line in found if line is not None)
+    return b"".join(found)

@@ -4,6 +4,9 @@ The S3 server is moto's, a stand-in for the protocol: it says nothing of a real 
 consistency.
 """
 
+import socket
+import threading
+
 import pytest
 
 from tests.patience import until
@@ -62,6 +65,12 @@ def stacked(root, url, timeout_s=TIMEOUT_S):
     return StackedTier(disk, remote, RemoteWrites.ALL)
 
 
+def read(store, names):
+    found = dict.fromkeys(range(len(names)))
+    store.read(names, lambda number, value: found.update({number: bytes(value)}))
+    return [*found.values()]
+
+
 def blocks(seed):
     return chain(8, block_size=LAYOUT.block_size, seed=seed)
 
@@ -78,15 +87,65 @@ def test_objects_are_put_found_listed_and_deleted(url):
     store = open_objects(url, TIMEOUT_S)
     names = [f"test/{number:02x}" for number in range(20)]
     assert store.exists(names) == [False] * 20
-    assert store.get(names[:2]) == [None, None]
+    assert read(store, names[:2]) == [None, None]
     for name in names[::2]:
-        store.put(name, name.encode() * 1000)
+        store.put(name, name.encode() * 500_000)
     assert store.exists(names) == [True, False] * 10
-    assert store.get(names[:3]) == [names[0].encode() * 1000, None, names[2].encode() * 1000]
+    assert read(store, names[:3]) == [
+        names[0].encode() * 500_000,
+        None,
+        names[2].encode() * 500_000,
+    ]
     assert sorted(store.names("test/")) == names[::2]
     assert store.delete(names[::2]) == 10
     assert list(store.names("test/")) == []
     store.close()
+
+
+def test_a_value_that_is_refused_or_cut_short_is_an_error_and_the_next_call_is_answered(tmp_path):
+    with redis_server(tmp_path) as url:
+        store = open_objects(url, TIMEOUT_S)
+        store._client().rpush("a list", "value")
+        for number in range(8):
+            store.put(f"{number}", bytes([number]) * (1 << 20))
+        for wrong in (["0", "a list", "1"], ["a list"]):
+            with pytest.raises(RemoteError, match="WRONGTYPE"):
+                read(store, wrong)
+            assert read(store, ["2", "none", "3"]) == [b"\2" * (1 << 20), None, b"\3" * (1 << 20)]
+        store.close()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer():
+            link = server.accept()[0]
+            while b"GET" not in (asked := link.recv(1 << 16)):
+                link.sendall(b"+OK\r\n" * asked.count(b"CLIENT"))
+            link.sendall(b"$100\r\nshort")
+            link.close()
+
+        threading.Thread(target=answer).start()
+        store = open_objects(f"redis://127.0.0.1:{server.getsockname()[1]}", TIMEOUT_S)
+        with pytest.raises(RemoteError, match="within a value"):
+            read(store, ["1"])
+
+
+def test_a_slot_that_moved_is_found_again(tmp_path):
+    """The first read asks the node that had it, and learns where it is now."""
+    with redis_cluster(tmp_path) as (url, _):
+        store = open_objects(url, TIMEOUT_S)
+        store.put("name", b"old")
+        client = store._client()
+        slot, old = client.keyslot("name"), client.get_node_from_key("name")
+        new = next(node for node in client.get_primaries() if node != old)
+        links = {node: client.get_redis_connection(node) for node in client.get_primaries()}
+        links[old].delete("name")
+        number = links[new].execute_command("CLUSTER", "MYID").decode()
+        for node in (new, old):
+            links[node].execute_command("CLUSTER", "SETSLOT", slot, "NODE", number)
+        links[new].set("name", b"new")
+        with pytest.raises(RemoteError, match="AskError"):
+            read(store, ["name"])
+        assert read(store, ["name"]) == [b"new"]
+        store.close()
 
 
 def test_two_servers_share_a_prefix(url, tmp_path):

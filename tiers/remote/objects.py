@@ -8,15 +8,22 @@ Every call has a time limit. Every error of a client is raised as `RemoteError`.
 the publisher call it, several at a time.
 """
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 from urllib.parse import parse_qs, unquote, urlsplit, urlunsplit
 
+from tiers.disk.storage import PageBuffer
 from tiers.errors import ConfigurationError, TierError
 from tiers.remote.breaker import StoreBreaker
 
 DELETE_AT_ONCE = 512
+S3_CONNECTIONS = 16  # an object of a bucket arrives at some 100 MB/s, after some 20 ms
+S3_PIECE_BYTES = 1 << 20  # of an object that arrives, copied at once
+
+Take = Callable[[int, memoryview], None]
 
 
 class RemoteError(TierError):
@@ -31,7 +38,9 @@ class ObjectStore(Protocol):
 
     def exists(self, names: Sequence[str]) -> list[bool]: ...
 
-    def get(self, names: Sequence[str]) -> list[bytes | None]: ...
+    def read(self, names: Sequence[str], take: Take) -> None:
+        """Calls `take(number, value)` for each of these that is there, in order, while the next
+        arrives. A value is page-aligned, and valid during the call."""
 
     def put(self, name: str, data: bytes) -> None: ...
 
@@ -67,21 +76,25 @@ def shown_url(url: str) -> str:
 
 
 class _RedisObjects:
-    """One server. Each call is a pipeline, but records arrive one by one: a pipeline of them waits
-    for fresh memory for all. hiredis parses, where it is installed."""
+    """One server. Each call is a pipeline, but values are read from the socket into memory that is
+    used again: a parser copies them twice more, to fresh memory."""
 
     def __init__(self, url: str, timeout_s: float) -> None:
         redis = _redis()
         self._errors: tuple[type[Exception], ...] = (redis.RedisError, OSError)
+        self._moved: type[Exception] = redis.exceptions.AskError
         self._open: Callable[[], Any] = lambda: redis.Redis.from_url(url, **_limits(timeout_s))
         self._held: Any = None
+        self._memory = _Memory()
         self.num_failed = 0
 
     def exists(self, names: Sequence[str]) -> list[bool]:
         return [bool(found) for found in self._run([("EXISTS", name) for name in names])]
 
-    def get(self, names: Sequence[str]) -> list[bytes | None]:
-        return [self._run([("GET", name)])[0] for name in names]
+    def read(self, names: Sequence[str], take: Take) -> None:
+        with _refusing(self._errors):
+            if names:
+                self._read(self._client(), names, take)
 
     def put(self, name: str, data: bytes) -> None:
         self._run([("SET", name, data)], whole=True)
@@ -109,11 +122,55 @@ class _RedisObjects:
     ) -> list[Any]:
         """The answer to each command. Unless `whole`, some may be None for want of an answer."""
         with _refusing(self._errors):
-            pipe = self._client().pipeline(transaction=False)
-            for command in commands:
-                pipe.execute_command(*command)
-            answers: list[Any] = pipe.execute()
-            return answers
+            return self._pipe(self._client(), commands)
+
+    def _pipe(self, client: Any, commands: Sequence[tuple[str | bytes, ...]]) -> list[Any]:
+        pipe = client.pipeline(transaction=False)
+        for command in commands:
+            pipe.execute_command(*command)
+        answers: list[Any] = pipe.execute()
+        return answers
+
+    def _read(self, client: Any, names: Sequence[str], take: Take) -> None:
+        """The next value is requested when one is here, so that it arrives while that is taken. A
+        request earlier, the server would need fresh memory for a second answer."""
+        pool, link = client.connection_pool, client.connection_pool.get_connection()
+        num_left = len(names)
+        try:
+            with link._sock.makefile("rb") as replies:
+                link.send_command("GET", names[0])
+                for number in range(len(names)):
+                    value = self._value(replies)
+                    num_left -= 1
+                    if num_left:
+                        link.send_command("GET", names[number + 1])
+                    if value is not None:
+                        take(number, value)
+        finally:
+            if num_left:
+                link.disconnect()  # what may still arrive would answer another's command
+            pool.release(link)
+
+    def _value(self, replies: Any) -> memoryview | None:
+        head: bytes = replies.readline()
+        if head in (b"$-1\r\n", b"_\r\n"):
+            return None
+        if head.startswith((b"-MOVED", b"-ASK")):
+            raise self._moved(head.decode().strip().partition(" ")[2])
+        if not (head.startswith(b"$") and head[1:].rstrip().isdigit()):
+            raise ConnectionError(f"the answer to GET is {head[:80]!r}")
+        nbytes = int(head[1:])
+        room = self._memory.take(nbytes + 2)[: nbytes + 2]
+        if replies.readinto(room) != len(room):
+            raise ConnectionError("the connection ended within a value")
+        return room[:nbytes]
+
+
+class _Memory(threading.local):
+    """A thread's memory for one value."""
+
+    def __init__(self) -> None:
+        self.take = PageBuffer().take
 
 
 class _ClusterObjects(_RedisObjects):
@@ -131,7 +188,6 @@ class _ClusterObjects(_RedisObjects):
         user, _, hosts = parts.netloc.rpartition("@")
         name, _, password = user.partition(":")
         nodes = [urlsplit(f"//{host}") for host in hosts.split(",")]
-        self._moved: tuple[type[Exception], ...] = (redis.exceptions.AskError,)
         self._open = lambda: redis.RedisCluster(
             startup_nodes=[cluster_node(node.hostname, node.port or 6379) for node in nodes],
             username=unquote(name) or None,
@@ -142,22 +198,44 @@ class _ClusterObjects(_RedisObjects):
         )
         self._breakers: dict[str, StoreBreaker] = {}
 
-    def get(self, names: Sequence[str]) -> list[bytes | None]:
-        return self._run([("GET", name) for name in names])
+    def read(self, names: Sequence[str], take: Take) -> None:
+        def ask(client: Any, numbers: Sequence[int]) -> None:
+            mine = [names[number] for number in numbers]
+            self._read(client, mine, lambda at, value: take(numbers[at], value))
+
+        self._ask(names, ask, whole=False)
 
     def _run(
         self, commands: Sequence[tuple[str | bytes, ...]], *, whole: bool = False
     ) -> list[Any]:
         """The answer to each command. Unless `whole`, the answer is None if its node failed."""
+        answers: list[Any] = [None] * len(commands)
+
+        def ask(client: Any, numbers: Sequence[int]) -> None:
+            found = self._pipe(client, [commands[number] for number in numbers])
+            for number, answer in zip(numbers, found, strict=True):
+                answers[number] = answer
+
+        self._ask([command[1] for command in commands], ask, whole=whole)
+        return answers
+
+    def _ask(
+        self,
+        names: Sequence[str | bytes],
+        ask: Callable[[Any, Sequence[int]], None],
+        *,
+        whole: bool,
+    ) -> None:
+        """Calls `ask` with the client of each node and the numbers of its names. Raises the error
+        of a node if none answered, or with `whole`."""
         with _refusing(self._errors):
             client = self._client()
             groups: dict[str, tuple[Any, list[int]]] = {}
-            for number, command in enumerate(commands):
-                node = client.get_node_from_key(command[1])
+            for number, name in enumerate(names):
+                node = client.get_node_from_key(name)
                 if node is None:
                     raise ConnectionError("no node has the slot of a name")
                 groups.setdefault(node.name, (node, []))[1].append(number)
-        answers: list[Any] = [None] * len(commands)
         error: RemoteError | None = None
         num_done = 0
         for name, (node, numbers) in groups.items():
@@ -166,7 +244,12 @@ class _ClusterObjects(_RedisObjects):
                 error = error or RemoteError(f"the node {name} has failed and is left alone")
                 continue
             try:
-                found = self._ask(client, node, [commands[number] for number in numbers])
+                with _refusing(self._errors):
+                    try:
+                        ask(client.get_redis_connection(node), numbers)
+                    except self._moved:
+                        client.nodes_manager.initialize()  # where slots are now, for next time
+                        raise
             except RemoteError as failed:
                 breaker.failed()
                 error = failed
@@ -174,26 +257,8 @@ class _ClusterObjects(_RedisObjects):
                 continue
             breaker.succeeded()
             num_done += 1
-            for number, answer in zip(numbers, found, strict=True):
-                answers[number] = answer
         if error is not None and (whole or not num_done):
             raise error
-        return answers
-
-    def _ask(
-        self, client: Any, node: Any, commands: Sequence[tuple[str | bytes, ...]]
-    ) -> list[Any]:
-        with _refusing(self._errors):
-            pipe = client.get_redis_connection(node).pipeline(transaction=False)
-            for command in commands:
-                pipe.execute_command(*command)
-            answers = pipe.execute(raise_on_error=False)
-            failed = next((answer for answer in answers if isinstance(answer, Exception)), None)
-            if failed is not None:
-                if isinstance(failed, self._moved):
-                    client.nodes_manager.initialize()  # slots moved: find where, for next time
-                raise failed
-            return list(answers)
 
 
 def _redis() -> Any:
@@ -215,6 +280,7 @@ def _limits(timeout_s: float) -> dict[str, Any]:
         "socket_timeout": timeout_s,
         "socket_connect_timeout": timeout_s,
         "retry": Retry(NoBackoff(), 1),
+        "protocol": 2,  # a server of the third may send what nobody asked for among the answers
     }
 
 
@@ -228,7 +294,7 @@ def _refusing(errors: tuple[type[Exception], ...]) -> Iterator[None]:
 
 
 class _S3Objects:
-    """A bucket, through obstore. Objects are requested one by one, as S3 offers no other way."""
+    """A bucket, through obstore. S3 has no request for several objects, so many run at once."""
 
     num_failed = 0
 
@@ -255,12 +321,19 @@ class _S3Objects:
         )
         self._obstore: Any = obstore
         self._errors: tuple[type[Exception], ...] = (BaseError, OSError)
+        self._threads = ThreadPoolExecutor(S3_CONNECTIONS, thread_name_prefix="cachesvc-s3")
+        self._spare: list[PageBuffer] = []
 
     def exists(self, names: Sequence[str]) -> list[bool]:
-        return [self._one(self._obstore.head, name) is not None for name in names]
+        heads = self._threads.map(lambda name: self._one(self._obstore.head, name), names)
+        return [head is not None for head in heads]
 
-    def get(self, names: Sequence[str]) -> list[bytes | None]:
-        return [self._one(self._read, name) for name in names]
+    def read(self, names: Sequence[str], take: Take) -> None:
+        for number, found in enumerate(self._threads.map(self._fetch, names)):
+            if found is not None:
+                memory, nbytes = found
+                take(number, memory.take(nbytes)[:nbytes])
+                self._spare.append(memory)
 
     def put(self, name: str, data: bytes) -> None:
         with _refusing(self._errors):
@@ -277,10 +350,24 @@ class _S3Objects:
                 yield from (entry["path"] for entry in page)
 
     def close(self) -> None:
+        self._threads.shutdown()
         self._store = None
 
-    def _read(self, store: Any, name: str) -> bytes:
-        return bytes(self._obstore.get(store, name).bytes())
+    def _fetch(self, name: str) -> tuple[PageBuffer, int] | None:
+        """An object in memory that was used before: obstore's own copy would be in fresh memory."""
+        answer = self._one(self._obstore.get, name)
+        if answer is None:
+            return None
+        try:
+            memory = self._spare.pop()
+        except IndexError:
+            memory = PageBuffer()
+        room, nbytes = memory.take(answer.meta["size"]), 0
+        with _refusing(self._errors):
+            for piece in answer.stream(S3_PIECE_BYTES):
+                room[nbytes : nbytes + len(piece)] = piece
+                nbytes += len(piece)
+        return memory, nbytes
 
     def _one(self, call: Callable[[Any, str], Any], name: str) -> Any:
         with _refusing(self._errors), suppress(FileNotFoundError):

@@ -25,7 +25,7 @@ class Seal:
         nonce = secrets.token_bytes(NONCE_BYTES)
         return nonce + self._cipher.encrypt(nonce, record, name.encode())
 
-    def open(self, name: str, sealed: bytes) -> bytes | None:
+    def open(self, name: str, sealed: memoryview) -> bytes | None:
         """The record, or None if this key did not seal it under this name."""
         from cryptography.exceptions import InvalidTag
 

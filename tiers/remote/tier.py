@@ -23,9 +23,10 @@ from tiers.blocks.frames import Frame
 from tiers.blocks.keys import BlockId, PrefixKey
 from tiers.blocks.layout import BlockLayout
 from tiers.blocks.part import Part
-from tiers.disk.format.codec import Codec, DecodeError
+from tiers.disk.format.codec import DecodeError
 from tiers.disk.format.payload import decode
 from tiers.disk.format.record import check_payload, is_block, unpack_header
+from tiers.disk.reader import Scratch
 from tiers.errors import MissReason
 from tiers.remote.breaker import StoreBreaker
 from tiers.remote.objects import DELETE_AT_ONCE, ObjectStore, RemoteError
@@ -78,12 +79,11 @@ class RemoteTier:
         self._part_bytes = {part: layout.part_nbytes(part) for part in Part}
         self._block_tokens = layout.block_size
         self._layout_digest = layout.digest()
-        self._item_bytes = layout.torch_dtype.itemsize
         self._read_record = read_record
         self._seal = seal
         self.breaker = breaker or StoreBreaker()
         self.economy = LoadEconomy()
-        self._codecs = threading.local()
+        self._scratch = Scratch(layout.torch_dtype.itemsize)
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._faults: Counter[MissReason] = Counter()
@@ -118,16 +118,23 @@ class RemoteTier:
         """Fill `into[i]` with block `ids[i]`, verified, up to the first that fails."""
         wanted = ids[: len(into)]
         started = time.perf_counter()
-        records = self._call(lambda: self._objects.get([_name(block) for block in wanted]))
-        if records is None:
+        reasons: list[MissReason | None] = [MissReason.ABSENT] * len(wanted)
+        sizes = [0] * len(wanted)
+
+        def take(number: int, data: memoryview) -> None:
+            reasons[number] = self._fill(wanted[number], data, into[number])
+            sizes[number] = len(data)
+
+        def read() -> bool:
+            self._objects.read([_name(block) for block in wanted], take)
+            return True
+
+        if self._call(read) is None:
             return Loaded(0, MissReason.IO_ERROR)
-        num_loaded, reason, read_bytes = 0, None, 0
-        for block, data, frame in zip(wanted, records, into, strict=False):
-            reason = MissReason.ABSENT if data is None else self._fill(block, data, frame)
-            if reason is not None:
-                break
-            num_loaded += 1
-            read_bytes += len(data or b"")
+        refused = (number for number, why in enumerate(reasons) if why is not None)
+        num_loaded = next(refused, len(wanted))
+        reason = reasons[num_loaded] if num_loaded < len(wanted) else None
+        read_bytes = sum(sizes[:num_loaded])
         self.economy.observe_load(num_loaded * self._block_bytes, time.perf_counter() - started)
         with self._lock:
             self._counts["hits"] += num_loaded
@@ -137,40 +144,33 @@ class RemoteTier:
             self._refuse(wanted[num_loaded], reason)
         return Loaded(num_loaded, reason)
 
-    def _fill(self, block: BlockId, data: bytes, frame: Frame) -> MissReason | None:
+    def _fill(self, block: BlockId, data: memoryview, frame: Frame) -> MissReason | None:
         """Verify a record and decode it. Returns the reason if it is not valid."""
         if self._seal is not None:
             opened = self._seal.open(_name(block), data)
             if opened is None:
                 return MissReason.CHECKSUM
-            data = opened
+            data = memoryview(opened)
         header = unpack_header(data)
         if isinstance(header, MissReason):
             return header
         nbytes = int.from_bytes(data[12:16], "little")
-        if not is_block(data[:nbytes], block):
+        if not is_block(bytes(data[:nbytes]), block):
             return MissReason.COLLISION
         expected = self._part_bytes[header.part]
         if header.layout != self._layout_digest or header.logical_nbytes != expected:
             return MissReason.LAYOUT
         if header.part not in (Part.WHOLE, frame.part):
             return MissReason.ABSENT  # the disk it came from had no more of the block
-        # In its own memory, because the codec needs aligned words.
-        payload = memoryview(bytes(data[nbytes : nbytes + header.payload_nbytes]))
+        payload = data[nbytes : nbytes + header.payload_nbytes]
         why = check_payload(header, payload)
         if why is not None:
             return why
         try:
-            decode(self._codec(), header, payload, frame.buffer, frame.part)
+            decode(self._scratch.codec, header, payload, frame.buffer, frame.part)
         except DecodeError:
             return MissReason.DECODE
         return None
-
-    def _codec(self) -> Codec:
-        codec: Codec | None = getattr(self._codecs, "codec", None)
-        if codec is None:
-            codec = self._codecs.codec = Codec(self._item_bytes)
-        return codec
 
     def _refuse(self, block: BlockId, why: MissReason) -> None:
         """Count an invalid record and delete it, so that a valid one can replace it. Also a valid
