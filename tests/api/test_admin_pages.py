@@ -126,7 +126,8 @@ async def test_pages_hold_neither_script_nor_style_of_their_own_and_load_only_ou
         assert [] == re.findall(r"(?:src|href)=\"(?!/|#|\?)", page), name
 
 
-async def test_a_person_finds_the_dashboard_and_the_api_at_the_root(client):
+async def test_a_person_finds_the_dashboard_and_the_api_at_the_root_and_an_agent_a_server(client):
+    assert 200 == (await client.head("http://test:8000/")).status_code
     led = await client.get("http://test:8000/")
     assert (307, "/admin") == (led.status_code, led.headers["location"])
     led = await client.get("http://test:8000/docs")
@@ -360,11 +361,12 @@ async def test_a_form_that_cannot_be_done_is_explained_on_a_page(
     assert re.search(f'role="alert">[^§]*{words}[^§]*</p>', answer.text), answer.text
 
 
-async def test_a_header_that_decides_who_asks_is_sent_once_with_a_form_too(client):
-    twice = [(name, f"Bearer {name}") for name in ("authorization", "authorization")]
+async def test_a_header_that_decides_who_asks_is_sent_once(client):
+    twice = [("authorization", f"Bearer {token}") for token in (OPERATOR_TOKEN, "other")]
     del client.headers["authorization"]
     refused = await client.post("api/tenants", data={"tenant": "n", "why": "x"}, headers=twice)
     assert 400 == refused.status_code and "was sent 2 times" in refused.text
+    assert 400 == (await client.get("api/tenants", headers=twice)).status_code
 
 
 async def test_budgets_have_forms(client):

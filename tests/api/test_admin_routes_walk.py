@@ -1,5 +1,7 @@
-"""Every route under /admin, as the application has them: none forgets to ask who comes."""
+"""Every route under /admin, as the application has them: none forgets to ask who comes. They are
+made when somebody asks for them, and then are there as ever."""
 
+import asyncio
 import re
 from types import SimpleNamespace
 
@@ -7,8 +9,8 @@ import httpx
 import pytest
 from fastapi.routing import APIRoute
 
+from api.admin import router
 from api.admin.login.sessions import Admin, Role
-from api.admin.router import admin_router
 from api.admin.routes.operation_table import REMOVED
 from api.app import create_app
 from api.page_headers import POLICY
@@ -32,9 +34,9 @@ OF_READERS = {  # they ask by POST, for their body or what they cost, and change
 }
 
 
-def walk(router):
+def walk(owner):
     """The routes of a router, and of those that it includes."""
-    for route in router.routes:
+    for route in owner.routes:
         if isinstance(route, APIRoute):
             yield route
         elif hasattr(route, "original_router"):
@@ -49,6 +51,13 @@ def routes(app):
 
 
 @pytest.fixture
+def house():
+    house = fake_house()
+    yield house
+    house.close()
+
+
+@pytest.fixture
 def parts(tmp_path):
     store = open_store(database_url(tmp_path))
     books = SimpleNamespace(accounts=Accounts(store), prover=Prover(store))
@@ -57,12 +66,10 @@ def parts(tmp_path):
 
 
 @pytest.fixture
-async def app(parts):
-    house = fake_house()
-    app = create_app(house.wire, routers=(admin_router(parts),))
+async def app(parts, house):
+    app = create_app(house.wire, routers=(router.admin_router(parts),))
     async with app.router.lifespan_context(app):
         yield app
-    house.close()
 
 
 @pytest.fixture
@@ -114,9 +121,8 @@ async def test_every_change_asks_for_an_admin(app, client, parts):
     assert OF_READERS == set(changing) - refused
 
 
-async def test_a_refused_request_does_not_break_the_page_of_requests():
+async def test_a_refused_request_does_not_break_the_page_of_requests(house):
     """It has no timings. With them, a refused client could take the page from the admins."""
-    house = fake_house()
     house.engine.script = Script(refuse=QueueFull("as many wait as may"))
     parts = fake_parts(journal=house.wire.records.journal)
     async with admin_client(parts, house, authorization="Bearer sk-admin") as client:
@@ -130,4 +136,42 @@ async def test_a_refused_request_does_not_break_the_page_of_requests():
         [refused] = list(house.wire.records.journal.newest())
         one = await client.get(f"/admin/requests/{refused.request_id}")
         assert 200 == one.status_code
-    house.close()
+
+
+@pytest.fixture
+async def late(house):
+    """A client of an application that has made none of them yet."""
+    async with admin_client(fake_parts(), house, host="localhost") as client:
+        yield client
+
+
+async def test_they_are_made_once_by_the_first_requests_for_them_alone(late, monkeypatch):
+    made, make = [], router.admin_router
+
+    def counted(parts):
+        made.append(parts)
+        return make(parts)
+
+    monkeypatch.setattr(router, "admin_router", counted)
+    codes = [(await late.get(path)).status_code for path in ("/health", "/adminx", "/v1/models")]
+    assert ([200, 404, 200], 0) == (codes, len(made))
+    paths = ["/admin", "/admin/api/tenants", "/admin/nowhere", "/admin"]
+    answers = await asyncio.gather(*map(late.get, paths))
+    assert [401, 401, 404, 401] == [each.status_code for each in answers]
+    assert 200 == (await late.get("/admin/login")).status_code
+    assert 1 == len(made)
+
+
+async def test_the_document_of_all_routes_has_them(late, house):
+    document = (await late.get("/openapi.json")).json()
+    eager = create_app(house.wire, routers=(router.admin_router(fake_parts()),))
+    assert eager.openapi() == document
+    assert "/admin/api/tenants" in document["paths"]
+
+
+async def test_they_are_tried_again_after_a_failure(late, monkeypatch):
+    with monkeypatch.context() as broken:
+        broken.setattr(router, "admin_router", lambda parts: 1 / 0)
+        assert 500 == (await late.get("/admin/login")).status_code
+        assert 200 == (await late.get("/health")).status_code
+    assert 200 == (await late.get("/admin/login")).status_code

@@ -1,4 +1,5 @@
-"""What tenants keep: caches by name, breakpoints and sessions, as pins in real tiers."""
+"""What tenants keep: caches by name, breakpoints and sessions, as pins in real tiers; and what a
+request would hit and cost."""
 
 import time
 
@@ -11,7 +12,7 @@ from billing.reports.receipts import ReceiptSigner
 from cachesvc.operator.operator import CacheOperator
 from engine.errors import QueueFull
 from engine.request import BlockRun, Lookup
-from tests.api.conftest import running
+from tests.api.conftest import of, running
 from tests.support.admin import called, error_of
 from tests.support.chain_runner import chain_layout
 from tests.support.wire import Script, fake_house
@@ -43,6 +44,10 @@ class Clock:
         return self.now_s
 
 
+async def survey(job):
+    return [{"device": 10, "disk": 6} for _ in job.prompts]
+
+
 class Kitchen:
     """A wire whose engine is scripted, and whose pins are in a cache that is real."""
 
@@ -53,7 +58,7 @@ class Kitchen:
         self.cache = TieredCache(LAYOUT, settings, wall_clock=self.clock)
         operator = CacheOperator(self._call, self._call, BLOCK, folder, ReceiptSigner.open(folder))
         self.retention = Retention(operator, clock=self.clock)
-        self.house = fake_house(gatekeeper=Gate(), retention=self.retention)
+        self.house = fake_house(gatekeeper=Gate(), retention=self.retention, survey=survey)
 
     def _call(self, function):
         return called(function, self.cache.operations)
@@ -178,21 +183,13 @@ async def test_a_tenant_keeps_no_more_than_its_part_and_pays_nothing_for_what_is
 
 async def test_breakpoints_pin_what_lies_before_them(client, house, kitchen):
     """And the tokens written up to one of an hour are counted apart from the others."""
-    run = BlockRun(None, 0, 0, 0)
-    house.engine.script = Script(
-        answer="x", lookup=Lookup((run,), MissReason.ABSENT, block_size=BLOCK)
-    )
-    hour = {"type": "ephemeral", "ttl": "1h"}
-    parts = [
-        {"type": "text", "text": "d" * 200, "cache_control": {"type": "ephemeral"}},
-        {"type": "text", "text": "And this?"},
-    ]
-    body = {
-        "model": "bytes",
-        "max_tokens": 4,
-        "system": [{"type": "text", "text": SYSTEM["content"], "cache_control": hour}],
-        "messages": [{"role": "user", "content": parts}],
-    }
+    lookup = Lookup((BlockRun(None, 0, 0, 0),), MissReason.ABSENT, block_size=BLOCK)
+    house.engine.script = Script(answer="x", lookup=lookup)
+    short, hour = {"type": "ephemeral"}, {"type": "ephemeral", "ttl": "1h"}
+    parts = [{"type": "text", "text": "d" * 200, "cache_control": short}]
+    parts.append({"type": "text", "text": "And this?"})
+    body = {"model": "bytes", "max_tokens": 4, "messages": [{"role": "user", "content": parts}]}
+    body["system"] = [{"type": "text", "text": SYSTEM["content"], "cache_control": hour}]
     usage = told(await client.post("/v1/messages", json=body))["usage"]
     system = len(f"system: {SYSTEM['content']}\n")
     document = system + len("user: ") + 200
@@ -283,3 +280,37 @@ async def test_sessions_without_end_cost_their_maker_alone(client, kitchen):
     blocks = {key for pin in standing if pin.owner == "acme" for key in pin.keys}
     assert len(blocks) <= 50
     assert MAX_SESSIONS == len(kitchen.retention._tenants["acme"].ended)
+
+
+QUOTE = "/v1/cache/quote"
+ASKED = {"model": "bytes", "messages": [USER], "max_tokens": 5}
+ASKED_TOKENS = len("user: hi\nassistant: ")
+
+
+async def test_a_quote_computes_nothing_and_says_tokens_and_price(client, house):
+    house.engine.script = Script(wait_s={"local": 0.25})
+    quote = (await client.post(QUOTE, json=ASKED)).json()
+    told = of(quote, "prompt_tokens", "hit_tokens", "miss_tokens")
+    assert (ASKED_TOKENS, 16, ASKED_TOKENS - 16) == told
+    assert {"device": 10, "host": 0, "disk": 6} == quote["hit_tokens_by_tier"]
+    price = quote["price"]
+    cost = f"{(16 + 10 * (ASKED_TOKENS - 16)) / 1e6:.6f}"
+    assert (cost, "test", "standard") == of(price, "prompt", "card", "window")
+    assert float(price["at_most"]) == pytest.approx(float(price["prompt"]) + 5 * 20 / 1e6)
+    assert [] == house.engine.requests and [] == house.meter.charges
+
+
+async def test_a_completion_is_quoted_too(client):
+    body = {"model": "bytes", "prompt": "x" * 40}
+    assert 40 == (await client.post(QUOTE, json=body)).json()["prompt_tokens"]
+    answer = await client.post(QUOTE, json={"model": "bytes"})
+    assert (400, "prompt") == (answer.status_code, answer.json()["error"]["param"])
+
+
+@pytest.mark.parametrize("name", ["require_hit", "max_price"])
+async def test_limits_of_one_request_are_refused_with_the_quote_to_ask(client, house, name):
+    answer = await client.post("/v1/chat/completions", json=ASKED | {"cachesvc": {name: "1"}})
+    error = answer.json()["error"]
+    assert (400, "cachesvc") == (answer.status_code, error["param"])
+    assert name in error["message"] and "POST /v1/cache/quote" in error["message"]
+    assert [] == house.engine.requests and [] == house.meter.charges

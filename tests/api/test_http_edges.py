@@ -13,7 +13,7 @@ from api.app import create_app
 from api.collaborators import WireSettings
 from tests.api.conftest import GateOf, begun, refusal, running
 from tests.api.driver import Visit
-from tests.support.admin import OPERATOR_TOKEN, fake_parts
+from tests.support.admin import fake_parts
 from tests.support.wire import Script, fake_house
 
 CHAT = "/v1/chat/completions"
@@ -118,11 +118,6 @@ async def test_a_header_that_decides_who_pays_is_read_one_way_only(house, client
     assert [] == house.engine.requests
 
 
-async def test_nor_does_an_admin_route_choose_among_two_tokens(client):
-    twice = [("authorization", f"Bearer {OPERATOR_TOKEN}"), ("authorization", "Bearer other")]
-    assert 400 == (await client.get("/admin/api/tenants", headers=twice)).status_code
-
-
 @pytest.mark.parametrize(
     ("count", "is_retry"),
     [("1", True), ("02", True), ("9" * 5000, True)]
@@ -161,11 +156,6 @@ async def test_a_path_with_a_slash_too_many_does_not_exist(client):
     assert (404, "not_found") == refusal(answer)
     page = await client.get("/admin/", headers={"accept": "text/html"})
     assert (303, "/admin/login?next=/admin/") == (page.status_code, page.headers["location"])
-
-
-async def test_agents_that_look_at_the_root_find_a_server(client):
-    assert 200 == (await client.head("/")).status_code
-    assert 307 == (await client.get("/")).status_code  # a browser, to the dashboard
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/messages"])

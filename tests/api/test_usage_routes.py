@@ -65,28 +65,17 @@ async def test_a_customer_sees_its_own_hard_limits(bank):
         await client.post(CHAT, json=HELLO | {"user": "ann"})
         spent = UNITS - bank.accounts.tenant("acme").balance
         cap, users = (await client.get("/v1/usage/account")).json()["spend_limits"]
-    assert ("cap", "tenant", "", "month") == tuple(cap[n] for n in ("name", "of", "value", "per"))
-    assert [format_units(each) for each in (UNITS // 2, spent, 0, UNITS // 2 - spent)] == [
-        cap[name] for name in ("amount", "spent", "held", "left")
-    ]
+        lower = SpendLimit(name="cap", tenant="acme", amount=1)
+        set_budget(bank.accounts, lower, by="test", now_ns=time.time_ns(), reason="test")
+        passed, _ = (await client.get("/v1/usage/account")).json()["spend_limits"]
+    assert ("0.000000000001", "0.00") == of(passed, "amount", "left"), "it is below what is spent"
+    assert ("cap", "tenant", "", "month") == of(cap, "name", "of", "value", "per")
+    told = (format_units(each) for each in (UNITS // 2, spent, 0, UNITS // 2 - spent))
+    assert (*told,) == of(cap, "amount", "spent", "held", "left")
     assert cap["ends_at"].endswith("-01T00:00:00Z")
-    assert ("users", "*", "ann", "day") == tuple(
-        users[n] for n in ("name", "value", "highest", "per")
-    )
+    assert ("users", "*", "ann", "day") == of(users, "name", "value", "highest", "per")
     ann = spent - PROMPT_TOKENS * MISS - OUTPUT
-    assert [format_units(each) for each in (ann, 100 * MISS - ann)] == [
-        users[name] for name in ("spent", "left")
-    ]
-
-
-async def test_a_limit_set_below_what_is_spent_leaves_nothing(bank):
-    async with serving(bank) as (_, client, _):
-        client.headers.update(bank.customer(UNITS))
-        await client.post(CHAT, json=HELLO)
-        limit = SpendLimit(name="cap", tenant="acme", amount=1)
-        set_budget(bank.accounts, limit, by="test", now_ns=time.time_ns(), reason="test")
-        [cap] = (await client.get("/v1/usage/account")).json()["spend_limits"]
-    assert format_units(0) == cap["left"]
+    assert (format_units(ann), format_units(100 * MISS - ann)) == of(users, "spent", "left")
 
 
 async def test_tables_come_as_csv(bank):
@@ -163,12 +152,8 @@ async def test_what_a_request_marks_is_hit_and_written_at_its_own_price(bank):
         headers = bank.customer(UNITS)
         bank.accounts.apply_card(parse_card(explicit), by="test")
         house.engine.script = Script(hits={"hit_disk": 4}, lookup=LOOKUP)
-        asked = {
-            "model": "bytes",
-            "max_tokens": 4,
-            "messages": [{"role": "user", "content": [marked]}],
-        }
-        answer = await client.post("/v1/messages", json=asked, headers=headers)
+        asked = {"model": "bytes", "messages": [{"role": "user", "content": [marked]}]}
+        answer = await client.post("/v1/messages", json=asked | {"max_tokens": 4}, headers=headers)
     assert 200 == answer.status_code, answer.text
     charge = bank.charges()[-1]
     usage, told = charge.details["usage"], answer.json()["usage"]
