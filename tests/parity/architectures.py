@@ -57,16 +57,8 @@ _ALSO: dict[str, Any] = {
     "sliding_window": WINDOW,
     "n_positions": 512,
 }
-_LATENT: dict[str, Any] = {
-    "q_lora_rank": 24,
-    "kv_lora_rank": 32,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 16,
-    "qk_head_dim": 24,
-    "head_dim": 8,
-    "num_key_value_heads": 4,
-}
+_LATENT = {"q_lora_rank": 24, "kv_lora_rank": 32, "num_key_value_heads": 4, "head_dim": 8}
+_LATENT |= {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "qk_head_dim": 24}
 _WIDE = (
     *("hidden_size", "intermediate_size", "d_model", "encoder_ffn_dim", "base_channels"),
     *("ext_pw_out_channel", "depthwise_separable_out_channel", "nemo_conv_channels"),
@@ -103,25 +95,23 @@ _LONGROPE = {
 
 _DEFAULT = {"rope_type": "default", "rope_theta": 1e4}
 _MROPE = {"rope_parameters": {**_DEFAULT, "mrope_section": [2, 3, 3]}}
-_DELTA = {
-    "layer_types": ["linear_attention", "full_attention"],
-    "linear_num_value_heads": 4,
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-}
-_ZAMBA2 = {
-    "num_hidden_layers": 4,
-    "layers_block_type": ["mamba", "hybrid"] * 2,
-    "layer_types": ["mamba", "hybrid"] * 2,
-}
+_LINEAR = ["linear_attention", "full_attention"]
+_DELTA: dict[str, Any] = {"linear_num_value_heads": 4, "linear_num_key_heads": 2}
+_DELTA |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16, "layer_types": _LINEAR}
+_HYBRID = ["mamba", "hybrid"] * 2
+_ZAMBA2 = {"num_hidden_layers": 4, "layers_block_type": _HYBRID, "layer_types": _HYBRID}
 _DECODER = {"is_decoder": True}
+_NEMOTRON = {"mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2}
+_KIMI = {"linear_num_heads": 4, "linear_head_dim": 16}
+_CONV = ["conv", "full_attention", "conv"]
 _VISION = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 _AUDIO = (
     *("hidden_size", "intermediate_size", "num_attention_heads", "num_blocks"),
     *("ext_pw_out_channel", "depthwise_separable_out_channel"),
     *("nemo_conv_channels", "nemo_final_size"),
 )
+_WIDTH = {"d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 512}
+_TWO_OF_FOUR = {"moe_num_experts": 4, "moe_top_k": 2}
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16}
 
 _PLAIN = """
@@ -153,22 +143,14 @@ _OWN: Mapping[str, Mapping[str, Any]] = {
     **dict.fromkeys(_SEEING.split(), _MROPE),
     **dict.fromkeys(("phi3", "phimoe"), _LONGROPE),
     **dict.fromkeys(("gemma4", "gemma4_text"), _GEMMA4),
-    "bailing_hybrid": {**_LATENT, "layer_types": _DELTA["layer_types"]},
+    "bailing_hybrid": {**_LATENT, "layer_types": _LINEAR},
     "bamba": {**_MAMBA, "attn_layer_indices": [1]},
     "cohere_compass_text": {"rope_parameters": {"full_attention": _DEFAULT}},
     "ctrl": {"dff": 64},
     "dbrx": {
-        "d_model": 64,
-        "n_heads": 4,
-        "n_layers": 2,
-        "max_seq_len": 512,
+        **_WIDTH,
         "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
-        "ffn_config": {
-            "hidden_size": 64,
-            "ffn_hidden_size": 64,
-            "moe_num_experts": 4,
-            "moe_top_k": 2,
-        },
+        "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 64, **_TWO_OF_FOUR},
     },
     "deepseek_v2": {**_LATENT, "num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
@@ -177,42 +159,30 @@ _OWN: Mapping[str, Mapping[str, Any]] = {
     "gemma4_unified": {**_BOTH, "global_head_dim": 32},
     "glm4v_moe": {"rope_parameters": {**_DEFAULT, "mrope_section": [1, 1, 2]}},
     "gpt_oss": {**_BOTH, "rope_parameters": _DEFAULT},
-    "granitemoehybrid": {**_MAMBA, "layer_types": _DELTA["layer_types"]},
+    "granitemoehybrid": {**_MAMBA, "layer_types": _LINEAR},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
-    "kimi_linear": {
-        **_LATENT,
-        "layer_types": _DELTA["layer_types"],
-        "linear_num_heads": 4,
-        "linear_head_dim": 16,
-    },
-    "lfm2": {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"]},
-    "lfm2_moe": {
-        "num_hidden_layers": 3,
-        "num_dense_layers": 1,
-        "layer_types": ["conv", "full_attention", "conv"],
-    },
-    "lfm2_vl": {"layer_types": ["conv", "full_attention"]},
+    "kimi_linear": {**_LATENT, **_KIMI, "layer_types": _LINEAR},
+    "lfm2": {"num_hidden_layers": 4, "layer_types": [*_CONV[:3], "conv"]},
+    "lfm2_moe": {"num_hidden_layers": 3, "num_dense_layers": 1, "layer_types": _CONV[:3]},
+    "lfm2_vl": {"layer_types": _CONV[:2]},
     "lfm3": {
         "num_hidden_layers": 4,
         "layer_types": ["conv", "full_attention", "sliding_attention", "conv"],
     },
     "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2},
     "mimo_v2_flash": {**_BOTH, "v_head_dim": 8},
-    "minimax": {"layer_types": _DELTA["layer_types"], "block_size": 16},
+    "minimax": {"layer_types": _LINEAR, "block_size": 16},
     "nemotron_h": {
         "num_hidden_layers": 4,
         "layers_block_type": ["mamba", "attention", "moe", "mlp"],
-        "mamba_num_heads": 8,
-        "mamba_head_dim": 16,
-        "ssm_state_size": 16,
-        "n_groups": 2,
+        **_NEMOTRON,
     },
     "phi4_multimodal": {
         "vision_config": {name: _TOWER[name] for name in _VISION},
         "audio_config": {name: _TOWER[name] for name in _AUDIO},
     },
     "step3p7": {**_BOTH, "sliding_window": WINDOW},
-    "zamba": {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2},
+    "zamba": {"num_hidden_layers": 4, "layers_block_type": _HYBRID},
     "zamba2": _ZAMBA2,
 }
 ARCHITECTURES = dict(sorted(_OWN.items()))
@@ -227,14 +197,10 @@ RECURRENT = frozenset(_RECURRENT.split())
 
 _NO_INTERFACE = "does not support transformers' attention interface"
 _BIDIRECTIONAL = "gives other logits with paged attention"
+_LANGUAGES = {"default_language": "en_XX", "languages": ["en_XX"]}
 _OTHER_POSITIONS = {"is_decoder": True, "max_position_embeddings": 800}
-_QWEN4 = {
-    "indexer_n_heads": 2,
-    "indexer_kv_heads": 1,
-    "indexer_head_dim": 16,
-    "indexer_budget": 8,
-    "indexer_compress_ratio": 2,
-}
+_QWEN4 = {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16}
+_QWEN4 |= {"indexer_budget": 8, "indexer_compress_ratio": 2}
 _ENCODING = """
     bart bigbird_pegasus blenderbot blenderbot-small marian mbart musicgen musicgen_melody mvp
     pegasus plbart prophetnet whisper
@@ -269,10 +235,7 @@ REFUSED: Mapping[str, tuple[str, Mapping[str, Any] | None]] = {
     "mllama": ("its KV cannot be paged", {"cross_attention_layers": [1]}),
     "nemotron": ("is not handed the arguments", {}),
     "reformer": (_NO_INTERFACE, {"is_decoder": True, "axial_pos_embds_dim": (32, 32)}),
-    "xmod": (
-        _BIDIRECTIONAL,
-        {**_OTHER_POSITIONS, "default_language": "en_XX", "languages": ["en_XX"]},
-    ),
+    "xmod": (_BIDIRECTIONAL, _OTHER_POSITIONS | _LANGUAGES),
     "zaya": ("cannot be run with paged attention", {"num_experts_per_tok": 1}),
 }
 

@@ -20,79 +20,55 @@ TRAINED = 128  # the context before it was stretched
 PROMPT = 300
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 UNEVEN = [1.0, 1.0, 1.5, 2.0, 3.0, 4.5, 6.0, 8.0]
-YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}
+LINEAR = {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}
 BEFORE = {"rope.scaling.original_context_length": TRAINED}
+YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, **BEFORE}
+BETAS = {"rope.scaling.yarn_beta_fast": 16.0, "rope.scaling.yarn_beta_slow": 2.0}
 TRAINED_FOR = {"original_max_position_embeddings": TRAINED}
+BY_FOUR = {"factor": 4.0, **TRAINED_FOR}
+SLOW = {"beta_fast": 16, "beta_slow": 2}
+TWICE = 2 * (0.1 * np.log(4.0) + 1)
 
 
 def rope(kind: str, **more: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **more}}
 
 
-# By name: GGUF's architecture, its fields and tensors, and what transformers' config says.
-CASES: dict[str, tuple[str, dict[str, Any], dict[str, list[float]], dict[str, Any]]] = {
-    "linear": (
-        "llama",
-        {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0},
-        {},
-        rope("linear", factor=4.0),
-    ),
-    "linear by default": ("llama", {"rope.scaling.factor": 4.0}, {}, rope("linear", factor=4.0)),
-    "scale_linear": ("qwen2", {"rope.scale_linear": 2.0}, {}, rope("linear", factor=2.0)),
-    "none": ("llama", {"rope.scaling.type": "none", "rope.scaling.factor": 4.0}, {}, {}),
-    "yarn": ("qwen3", {**YARN, **BEFORE}, {}, rope("yarn", factor=4.0, **TRAINED_FOR)),
-    "yarn with its own betas": (
-        "llama",
-        {**YARN, **BEFORE, "rope.scaling.yarn_beta_fast": 16.0, "rope.scaling.yarn_beta_slow": 2.0},
-        {},
-        rope("yarn", factor=4.0, beta_fast=16, beta_slow=2, **TRAINED_FOR),
-    ),
+LONG = {"long_factor": UNEVEN, "short_factor": [1.0] * 8, "attention_factor": 1.25, **TRAINED_FOR}
+EVERY = {"long_factor": UNEVEN, "short_factor": UNEVEN, "factor": 1.0, "attention_factor": 1.0}
+GEMMA = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+}
+# By name: GGUF's architecture, its fields, and what transformers' config says.
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "linear": ("llama", LINEAR, rope("linear", factor=4.0)),
+    "linear by default": ("llama", {"rope.scaling.factor": 4.0}, rope("linear", factor=4.0)),
+    "scale_linear": ("qwen2", {"rope.scale_linear": 2.0}, rope("linear", factor=2.0)),
+    "none": ("llama", {**LINEAR, "rope.scaling.type": "none"}, {}),
+    "yarn": ("qwen3", YARN, rope("yarn", **BY_FOUR)),
+    "yarn with its own betas": ("llama", {**YARN, **BETAS}, rope("yarn", **SLOW, **BY_FOUR)),
     "yarn with its own attention": (
         "llama",
-        {**YARN, **BEFORE, "rope.scaling.attn_factor": 2.0},
-        {},
-        rope("yarn", factor=4.0, attention_factor=2 * (0.1 * np.log(4.0) + 1), **TRAINED_FOR),
+        {**YARN, "rope.scaling.attn_factor": 2.0},
+        rope("yarn", attention_factor=TWICE, **BY_FOUR),
     ),
-    "theta": ("qwen2", {"rope.freq_base": 5e5}, {}, rope("default", rope_theta=5e5)),
+    "theta": ("qwen2", {"rope.freq_base": 5e5}, rope("default", rope_theta=5e5)),
     "longrope": (
         "phi3",
         {**BEFORE, "rope.scaling.attn_factor": 1.25},
-        {"rope_factors_long.weight": UNEVEN, "rope_factors_short.weight": [1.0] * 8},
-        {
-            **rope(
-                "longrope",
-                long_factor=UNEVEN,
-                short_factor=[1.0] * 8,
-                attention_factor=1.25,
-                **TRAINED_FOR,
-            ),
-            **TRAINED_FOR,
-        },
+        {**rope("longrope", **LONG), **TRAINED_FOR},
     ),
-    "any factors": (
-        "llama",
-        {},
-        {"rope_freqs.weight": UNEVEN},
-        rope(
-            "longrope",
-            long_factor=UNEVEN,
-            short_factor=UNEVEN,
-            factor=1.0,
-            attention_factor=1.0,
-            **TRAINED_FOR,
-        ),
-    ),
+    "any factors": ("llama", {}, rope("longrope", **EVERY, **TRAINED_FOR)),
     "gemma3": (
         "gemma3",
-        {"rope.freq_base": 1e6, "rope.scaling.type": "linear", "rope.scaling.factor": 8.0},
-        {},
-        {
-            "rope_parameters": {
-                "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
-                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
-            }
-        },
+        {**LINEAR, "rope.freq_base": 1e6, "rope.scaling.factor": 8.0},
+        {"rope_parameters": GEMMA},
     ),
+}
+TABLES = {
+    "longrope": {"rope_factors_long.weight": UNEVEN, "rope_factors_short.weight": [1.0] * 8},
+    "any factors": {"rope_freqs.weight": UNEVEN},
 }
 
 
@@ -134,10 +110,10 @@ def test_each_architecture_has_transformers_tokens(kind, tmp_path):
 @pytest.mark.parametrize("name", CASES)
 def test_each_rope_has_transformers_tokens_past_its_trained_context(name, tmp_path):
     """As a GGUF file and as a folder of safetensors. A rope that is dropped has other tokens."""
-    kind, fields, tables, config = CASES[name]
+    kind, fields, config = CASES[name]
     model, plain = stock(kind, **config), stock(kind)
     own = {f"{kind}.{field}": value for field, value in fields.items()}
-    tensors = {each: np.array(value, np.float32) for each, value in tables.items()}
+    tensors = {each: np.array(value, np.float32) for each, value in TABLES.get(name, {}).items()}
     write_gguf(
         tmp_path / "m.gguf", kind, fields_of(kind, model) | own, tensors_of(kind, model) | tensors
     )
@@ -154,11 +130,8 @@ def test_llama31_is_told_by_its_factors(tmp_path):
     context = {"max_position_embeddings": 32768}
     scaling = rope("llama3", **LLAMA3, original_max_position_embeddings=8192)
     model = stock("llama", **context, **scaling)
-    rotary, plain = (
-        model.model.rotary_emb.inv_freq,
-        stock("llama", **context).model.rotary_emb.inv_freq,
-    )
-    factors = (plain / rotary).numpy()
+    rotary = model.model.rotary_emb.inv_freq
+    factors = (stock("llama", **context).model.rotary_emb.inv_freq / rotary).numpy()
     tensors = tensors_of("llama", model) | {"rope_freqs.weight": factors}
     write_gguf(tmp_path / "m.gguf", "llama", fields_of("llama", model), tensors)
     loaded = served(tmp_path / "m.gguf", tmp_path)

@@ -28,16 +28,16 @@ _COMMON: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-_GPT2 = {
-    "num_key_value_heads": None,
-    "head_dim": None,
+_GPT2: dict[str, Any] = {
     "n_embd": 64,
     "n_layer": 2,
     "n_head": 4,
     "n_inner": 96,
     "n_positions": CONTEXT,
 }
+_GPT2 |= {"num_key_value_heads": None, "head_dim": None}
 _TIED = {"tie_word_embeddings": True}
+_GEMMA = {**_TIED, "sliding_window": 24, "query_pre_attn_scalar": 16}
 # By GGUF's name: transformers' type, and what its config says beside the common.
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -47,11 +47,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3moe": ("qwen3_moe", {**_EXPERTS, "norm_topk_prob": True}),
     "phi3": ("phi3", {"sliding_window": 40}),
     "gemma": ("gemma", _TIED),
-    "gemma2": ("gemma2", {**_TIED, "sliding_window": 24, "query_pre_attn_scalar": 16}),
-    "gemma3": (
-        "gemma3_text",
-        {**_TIED, "sliding_window": 24, "query_pre_attn_scalar": 16, "num_hidden_layers": 7},
-    ),
+    "gemma2": ("gemma2", _GEMMA),
+    "gemma3": ("gemma3_text", {**_GEMMA, "num_hidden_layers": 7}),
     "gpt2": ("gpt2", {**_GPT2, **_TIED}),
 }
 _FIELDS = {  # of a config, by the name without the architecture's
