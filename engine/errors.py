@@ -58,6 +58,10 @@ class RemoteFault(EngineError):
         self.retry_after_s = retry_after_s
 
 
+class RemoteRefused(RemoteFault):
+    """The engine at a URL found something wrong with this request."""
+
+
 class RemoteBusy(RemoteFault):
     """The engine at a URL has too much to do."""
 

@@ -13,7 +13,7 @@ from typing import Final
 
 from api.job import Delta, Job, Served
 from api.relay.body import Ascent
-from api.relay.protocol import answer_bytes, note_of
+from api.relay.protocol import ANSWERS, answer_bytes, is_error, note_of
 from api.relay.refusal import MAX_REFUSAL_BYTES, refusal_of
 from api.relay.usage import CACHED_HEADER, UsageReader, billed
 from api.requests.delivery import UNCOUNTED
@@ -36,8 +36,7 @@ from tiers.errors import MissReason
 MAX_EVENT_BYTES: Final = 4 << 20  # of one event, and of those that wait for the settlement
 MAX_ANSWER_BYTES: Final = 64 << 20  # of an answer that comes whole
 NO_ID: Final = -1  # of a token that only its endpoint knows
-_EVENT_END = re.compile(rb"\r\n\r\n|\n\n|\r\r")
-_STREAM = "text/event-stream"
+_EVENT_END = re.compile(rb"\r?\n\r?\n|\r\r")
 _FINISHES = {
     Outcome.FINISHED: FinishReason.STOP,
     Outcome.BUDGET: FinishReason.LENGTH,
@@ -65,7 +64,7 @@ class Passage:
         self._is_ending = False  # the events of its end came
         self._is_answered = False  # and no other is to be sent
         self._is_complete = False  # its last event came, or all of it
-        self._finished: set[int] = set()
+        self._finished: set[str] = set()
         self._num_sent = 0  # tokens at least
         self._most_sent = 0  # tokens at most
         self._end_bytes = 0
@@ -181,10 +180,9 @@ class Passage:
                         site.answered()
                     said = await answer.whole(MAX_REFUSAL_BYTES)
                     raise refusal_of(answer, said)
-                is_stream = answer.headers.get("content-type", "").startswith(_STREAM)
                 self._reader.cached = answer.headers.get(CACHED_HEADER, "")
-                if is_stream != self.job.stream:
-                    raise answer.asked.fault(f"a stream: {is_stream}", UNREADABLE)
+                if answer.is_stream != self.job.stream:
+                    raise answer.asked.fault(f"a stream: {not self.job.stream}", UNREADABLE)
                 async for events in self._parts(answer):
                     yield events
 
@@ -268,6 +266,8 @@ class Passage:
 
     def _take_body(self, data: bytes) -> None:
         document = self._asked.event(data)
+        if is_error(document) or document.keys().isdisjoint(ANSWERS):
+            raise self._asked.fault("no answer", UNREADABLE)
         self._reader.read(document)
         self._has_begun = self._is_ending = self._is_complete = self._is_over = True
         self._num_sent = answer_bytes(document)  # nobody tells how many tokens it came in

@@ -25,7 +25,7 @@ class EventNote:
 
     num_bytes: int = 0
     num_texts: int = 0  # tokens at least: the choices with new text
-    finished: frozenset[int] = frozenset()  # choices
+    finished: frozenset[str] = frozenset()  # choices
     is_ending: bool = False  # it belongs to the end of the answer
     is_last: bool = False
     is_error: bool = False
@@ -34,7 +34,7 @@ class EventNote:
 
 def note_of(document: Mapping[str, Any]) -> EventNote:
     kind, choices = document.get("type"), document.get("choices")
-    if document.get("error") or kind in ("error", "response.failed"):
+    if is_error(document):
         return EventNote(is_error=True)
     if not isinstance(choices, list):
         delta = document.get("delta")
@@ -45,14 +45,21 @@ def note_of(document: Mapping[str, Any]) -> EventNote:
     return EventNote(
         sum(sizes),
         sum(size > 0 for size in sizes),
-        frozenset(one.get("index", 0) for one in each if one.get("finish_reason")),
+        frozenset(str(one.get("index", 0)) for one in each if one.get("finish_reason")),
         is_bare_usage=isinstance(document.get("usage"), dict)
         and not any(one.get(name) for one in each for name in ("delta", "text", "finish_reason")),
     )
 
 
-# Of a delta or an answer: no tokens.
+def is_error(document: Mapping[str, Any]) -> bool:
+    kinds = (document.get("type"), document.get("object"))  # the second is vLLM's
+    return bool(document.get("error")) or "error" in kinds or "response.failed" in kinds
+
+
+ANSWERS: Final = ("choices", "content", "output")  # where protocols have the text of an answer
+# Of a delta or an answer: no tokens, or those of the text once more.
 _NAMES = frozenset({"role", "type", "id", "index", "call_id", "status", "object", "finish_reason"})
+_NAMES |= {"logprobs", "prompt_logprobs", "signature", "encrypted_content"}
 
 
 def text_bytes(value: object) -> int:
@@ -69,7 +76,7 @@ def text_bytes(value: object) -> int:
 
 def answer_bytes(document: Mapping[str, Any]) -> int:
     """The bytes of text in an answer that came whole."""
-    return sum(text_bytes(document.get(name)) for name in ("choices", "content", "output"))
+    return sum(text_bytes(document.get(name)) for name in ANSWERS)
 
 
 class PassedFormat(WireFormat):

@@ -10,11 +10,10 @@ import orjson
 
 from api.errors import ApiError, BodyTooLarge, ContextLengthExceeded, InvalidRequest
 from engine.errors import RemoteFault
-from engine.remote.client import HttpAnswer
+from engine.remote.client import OF_THE_BODY, HttpAnswer
 
 MAX_REFUSAL_BYTES: Final = 1 << 16
 _WORDS = 500
-_OF_THE_BODY = frozenset({400, 409, 422})
 _TOO_LONG = re.compile(
     "context.{0,20}length|prompt is too long|exceed.{0,20}context", re.IGNORECASE
 )
@@ -25,9 +24,10 @@ def refusal_of(answer: HttpAnswer, said: bytes) -> ApiError | RemoteFault:
     fault = answer.asked.refusal(answer, said)
     if answer.status == 413:
         return BodyTooLarge("The body is larger than the engine takes.")
-    if answer.status not in _OF_THE_BODY:
+    if answer.status not in OF_THE_BODY:
         return fault
     words, code = _words(said)
+    words = answer.asked.keyless(words)
     shown = "".join(c for c in words[:_WORDS] if c.isprintable()) or "it gave no reason"
     told = f"The engine refused this request: {shown}"
     is_long = code == "context_length_exceeded" or _TOO_LONG.search(words)

@@ -250,16 +250,12 @@ def _at(said: Mapping[str, Any], path: str) -> Any:
     return found
 
 
-_PLACES = (
-    ("usage",),
-    ("message", "usage"),  # Anthropic's message_start
-    ("response", "usage"),  # of Responses
-)
+_PLACES = ("usage", "message.usage", "response.usage")  # Anthropic's message_start; of Responses
 
 
 def _usage_in(document: Mapping[str, Any]) -> dict[str, Any]:
     """The usage of an event or a body, wherever it stands, with llama-server's `timings`."""
-    found = [_at(document, ".".join(place)) for place in _PLACES]
+    found = [_at(document, place) for place in _PLACES]
     choices = document.get("choices")
     if isinstance(choices, list):
         found += [each.get("usage") for each in choices if isinstance(each, dict)]  # Moonshot

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import orjson
 
-from engine.errors import RemoteAway, RemoteBusy, RemoteFault, RemoteSilent
+from engine.errors import RemoteAway, RemoteBusy, RemoteFault, RemoteRefused, RemoteSilent
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +26,7 @@ SILENCE_S = 600.0  # without a byte: a prompt may wait long in a busy engine's q
 MAX_LINE_BYTES = 8 << 20  # SGLang repeats all of an answer's tokens in each
 MAX_WHOLE_BYTES = 256 << 20  # log-probabilities of every token of a long prompt
 MAX_ERROR_BYTES = 1 << 16
+OF_THE_BODY = frozenset({400, 409, 413, 422})  # they say what is wrong with a request
 MAX_RETRY_S = 60  # OpenAI's clients ignore a longer Retry-After
 _ERROR_CHARS = 500  # of an engine's words in our log
 BROKE_OFF = "The engine's answer broke off."
@@ -43,15 +44,19 @@ class EngineCall:
 
     def fault(self, why: str, what: str, kind: type[RemoteFault] = RemoteFault) -> RemoteFault:
         """A fault with the reason in the log, and `what` for the client."""
-        if self.key:  # an engine may repeat it
-            why = why.replace(self.key, "***")
-        logger.warning(f"the engine at {self.url} failed in a request: {why}")
+        logger.warning(f"the engine at {self.url} failed in a request: {self.keyless(why)}")
         return kind(what)
+
+    def keyless(self, words: str) -> str:
+        """An engine may repeat the key."""
+        return words.replace(self.key, "***") if self.key else words
 
     def refusal(self, answer: "HttpAnswer", said: bytes) -> RemoteFault:
         """The fault of an answer that is an error, and what it `said`."""
         kind, what = RemoteFault, f"The engine answered {answer.status}."
-        if answer.status == 429:
+        if answer.status in OF_THE_BODY:
+            kind = RemoteRefused
+        elif answer.status == 429:
             kind, what = RemoteBusy, "The engine is overloaded; try again later."
         elif answer.status in (503, 529):  # 529 is Anthropic's
             kind, what = RemoteAway, "The engine cannot serve now; try again later."
@@ -68,7 +73,8 @@ class EngineCall:
         except ValueError:
             event = None
         if not isinstance(event, dict):
-            raise self.fault(f"no JSON object: {_words(data)}", UNREADABLE)
+            begins = _words(data[:20])  # the rest may be an answer's text
+            raise self.fault(f"no JSON object, {len(data)} bytes: {begins}", UNREADABLE)
         if event.get("error"):
             raise self.fault(_words(data), ENDED_IN_ERROR)
         return event
@@ -86,7 +92,8 @@ class EngineCall:
             why = f"silent for {SILENCE_S:g} s" if silent else "longer than engine.max_time"
             raise self.fault(why, "The engine timed out.", RemoteSilent) from None
         except (aiohttp.ClientError, OSError) as error:
-            raise self.fault(f"{type(error).__name__}: {error}", BROKE_OFF) from None
+            words = str(error).partition("\\n")[0].partition("\n")[0]  # then it quotes the answer
+            raise self.fault(f"{type(error).__name__}: {words}", BROKE_OFF) from None
 
 
 class HttpAnswer:
@@ -99,6 +106,13 @@ class HttpAnswer:
         self.asked = asked
         self._content = response.content
         self._rest = b""
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether it comes in events. Raises RemoteFault for an encoding that nobody asked for."""
+        if (coded := self.headers.get("content-encoding", "identity").lower()) != "identity":
+            raise self.asked.fault(f"its content-encoding is {coded}", UNREADABLE)
+        return self.headers.get("content-type", "").lower().startswith("text/event-stream")
 
     async def read(self) -> bytes:
         """What comes next. Nothing at the end."""
@@ -192,7 +206,7 @@ class EngineHttp:
             asked = answer.asked
             if answer.status != 200:
                 raise asked.refusal(answer, await answer.whole(MAX_ERROR_BYTES))
-            if not answer.headers.get("content-type", "").startswith("text/event-stream"):
+            if not answer.is_stream:
                 yield asked.event(await answer.whole())
                 return
             while lines := await answer.lines():

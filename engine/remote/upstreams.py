@@ -17,6 +17,7 @@ from engine.errors import (
     RemoteAway,
     RemoteBusy,
     RemoteFault,
+    RemoteRefused,
 )
 from engine.remote.client import EngineHttp
 from engine.remote.metrics import counters_in
@@ -105,7 +106,7 @@ class Upstream:
 
     def failed(self, fault: RemoteFault) -> None:
         self._errors += 1
-        if not isinstance(fault, RemoteBusy):
+        if not isinstance(fault, RemoteBusy | RemoteRefused):
             self._missed()
 
     def _missed(self) -> None:

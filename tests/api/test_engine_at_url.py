@@ -154,6 +154,21 @@ async def test_before_the_first_token_the_client_gets_an_error_and_pays_nothing(
         assert service.core.engine.failure is None, "the next one may be served"
 
 
+async def test_an_engine_that_finds_fault_with_requests_serves_the_others(
+    engine, model, tmp_path, monkeypatch
+):
+    """A tenant's requests must not take it from all."""
+    monkeypatch.setattr(breaker_module, "FAILURES", 1)
+    async with serving(tmp_path, model, engine_backend=engine.url) as (_, client):
+        engine.status = 400
+        assert 502 == (await client.post("/v1/completions", json=body())).status_code
+        engine.status, engine.script = 200, ANSWER
+        assert 200 == (await client.post("/v1/completions", json=body())).status_code
+        engine.status = 404
+        assert 502 == (await client.post("/v1/completions", json=body())).status_code
+        assert 503 == (await client.get("/health/ready")).status_code, "it has no such model"
+
+
 @pytest.fixture
 def other(probe):
     with served(RemoteEngineServer(vllm_about(probe, "tiny"))) as server:

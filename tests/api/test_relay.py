@@ -106,6 +106,46 @@ async def test_a_body_passes_unchanged_but_for_what_is_the_tenants(up, tmp_path)
         assert up.asked[-1][2]["store"] is False, "the account is shared by all tenants"
 
 
+async def test_events_of_every_form_pass_and_are_read(up, tmp_path):
+    """Comments, names, ids, lines of either end, a document on two lines, kinds that nobody knows,
+    an odd index, usage in every chunk. After the end nothing passes."""
+    usage = WHOLE[CHAT]["usage"]
+    first = json.dumps(usage | {"completion_tokens": 1}).encode()
+    said = [
+        b": OPENROUTER PROCESSING\n\n",
+        b'event: x\nid: 7\nretry: 10\ndata: {"type": "unknown.kind", "more": [1]}\r\n\r\n',
+        b'data: {"choices": [{"index": null, "delta": {"content": "H"}}],\r\n',
+        b'data: "usage": %s}\n\r\n' % first,
+        b'data: {"choices": [{"index": [0], "delta": {}, "finish_reason": "stop"}]}\r\r',
+        b"data:%s\n\n" % json.dumps({"choices": [], "usage": usage}).encode(),
+        b"data:[DONE]\n\n",
+    ]
+    up.script[CHAT] = [*said, b'data: {"choices": [{"delta": {"content": "more"}}]}\n\n']
+    async with relaying(tmp_path, up) as (service, client):
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        answer = await client.post(CHAT, json=body(CHAT, stream=True, stream_options=options))
+        assert joined(said) == answer.content
+        assert options == up.asked[0][2]["stream_options"]
+        assert [ALL] == usages(service)
+
+
+async def test_log_probabilities_of_an_uncounted_answer_are_no_output(up, tmp_path):
+    [choice] = WHOLE[CHAT]["choices"]
+    likely = {"content": [{"token": "H", "top_logprobs": [{"token": "How"}] * 20}]}
+    up.whole[CHAT] = compact({"choices": [{**choice, "logprobs": likely}]})
+    async with relaying(tmp_path, up) as (service, client):
+        asked = body(CHAT, logprobs=True)
+        await client.post(CHAT, json=asked)
+        assert [unreported(**asked) | {"output": len("Hi!")}] == usages(service)
+
+
+async def test_the_key_is_not_in_the_words_of_a_refusal(up, tmp_path):
+    up.status, up.refusal = 400, b'{"error": {"message": "no such plan for sk-inside"}}'
+    async with relaying(tmp_path, up, engine_key="sk-inside") as (_, client):
+        answer = await client.post(CHAT, json=body(CHAT))
+        assert (400, True) == (answer.status_code, "no such plan for ***" in answer.text)
+
+
 @pytest.mark.parametrize(
     ("settings", "told"),
     [

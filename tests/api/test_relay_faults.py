@@ -20,6 +20,7 @@ from engine.remote.client import HttpAnswer
 from tests.api.conftest import refusal
 from tests.api.driver import Visit
 from tests.api.relaying import ALL, bound, charges, paying, quiet, relaying, unreported, usage_of
+from tests.support import upstream as upstream_module
 from tests.support.billing import card_text, priced
 from tests.support.remote_engine import DONE, event
 from tests.support.stand_in import RESET, WAIT, Script, served
@@ -275,12 +276,15 @@ NO_ANSWERS: dict[str, bytes] = {
     "no JSON": b"{secret words",
     "no object": b"[1]",
     "an error": b'{"error": {"message": "secret words"}}',
+    "an error of vLLM's": b'{"object": "error", "choices": [], "message": "secret words"}',
+    "no answer": b'{"detail": "secret words"}',
     "too long": b"{" + b" " * 4096 + b"}",
 }
 NO_EVENTS: dict[str, bytes] = {
     "no JSON": b"data: {secret words\n\n",
     "no object": b"data: [1]\n\n",
     "an error": event({"error": {"message": "secret words"}}),
+    "an error of vLLM's": event({"object": "error", "message": "secret words"}),
     "an error of Anthropic's": b'event: error\ndata: {"type": "error", "error": {}}\n\n',
     "a failed response": event({"type": "response.failed", "response": {"error": "secret"}}),
     "too long": b"data: " + b"x" * 4096,
@@ -308,6 +312,47 @@ async def test_what_is_no_answer_is_an_error_without_its_words(up, tmp_path, mon
         up.whole[CHAT] = joined(stream_of(CHAT))
         assert (502, "engine_fault") == refusal(await client.post(CHAT, json=body(CHAT)))
         assert all(usage_of(entry).get("output", 0) <= 1 for entry in charges(service))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_in_an_encoding_that_nobody_asked_for_is_none(up, tmp_path, stream):
+    """Its bytes would pass as a comment of a stream."""
+    up.headers = {"content-encoding": "gzip"}
+    async with relaying(tmp_path, up) as (service, client):
+        answer = await client.post(CHAT, json=body(CHAT, stream=stream))
+        assert (502, "engine_fault") == refusal(answer)
+        up.headers = {"content-encoding": "Identity", "content-type": "Text/Event-Stream"}
+        if stream:
+            answer = await client.post(CHAT, json=body(CHAT, stream=True))
+            assert 200 == answer.status_code, answer.text
+            assert [{}, ALL] == [usage_of(each) for each in charges(service)]
+
+
+async def test_a_redirect_is_not_followed_with_the_key(up, tmp_path):
+    with served(UpstreamServer()) as other:
+        up.status, up.headers = 307, {"location": f"{other.url}{CHAT}"}
+        async with relaying(tmp_path, up, engine_key="sk-inside") as (service, client):
+            for stream in (False, True):
+                answer = await client.post(CHAT, json=body(CHAT, stream=stream))
+                assert (502, "engine_fault") == refusal(answer)
+            assert [] == other.asked
+            assert [{}, {}] == [usage_of(each) for each in charges(service)]
+
+
+async def test_a_body_that_ends_where_its_header_says_is_read_to_there(
+    up, tmp_path, monkeypatch, caplog
+):
+    """From a server of HTTP/1.0 as well. Nothing of its text is logged."""
+    for version in ("HTTP/1.0", "HTTP/1.1"):
+        monkeypatch.setattr(upstream_module._Handler, "protocol_version", version)
+        up.headers = {}
+        async with relaying(tmp_path / version[-1], up) as (service, client):
+            assert 200 == (await client.post(CHAT, json=body(CHAT))).status_code
+            up.headers = {"content-length": "150"}
+            answer = await client.post(CHAT, json=body(CHAT))
+            assert (502, "engine_fault") == refusal(answer)
+            assert [ALL, {}] == [usage_of(each) for each in charges(service)]
+            assert "Hi!" not in caplog.text
 
 
 @pytest.mark.parametrize("price", ["3", "refused"])
