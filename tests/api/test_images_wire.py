@@ -12,10 +12,8 @@ URL = "data:image/png;base64,iVBORw0KG"
 
 OF_CHAT = {"type": "image_url", "image_url": {"url": URL, "detail": "low"}}
 OF_RESPONSES = {"type": "input_image", "image_url": URL, "detail": "auto"}
-OF_MESSAGES = {
-    "type": "image",
-    "source": {"type": "base64", "media_type": "image/png", "data": "iVBORw0KG"},
-}
+SOURCE = {"type": "base64", "media_type": "image/png", "data": "iVBORw0KG"}
+OF_MESSAGES = {"type": "image", "source": SOURCE}
 MARKED = {"prompt_cache_breakpoint": {"mode": "explicit"}}
 
 
@@ -43,41 +41,22 @@ def result(*content: Any) -> dict[str, Any]:
     return {"type": "tool_result", "tool_use_id": "t1", "content": [*content]}
 
 
+ASKED = text(kind="input_text")
+CALL = {"type": "function_call", "name": "f", "call_id": "1", "arguments": "{}"}
+OUTPUT = {"type": "function_call_output", "call_id": "1", "output": [OF_RESPONSES]}
+WHO, DEEP = said("user", text()), "messages[2].content[0].content[0].source.content[0]"
 PLACES: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, chat(said("user", text(), OF_CHAT)), "messages[0].content[1]"),
-    (CHAT, chat(said("user", OF_CHAT), said("user", text())), "messages[0].content[0]"),
-    (CHAT, chat(said("system", OF_CHAT), said("user", text())), "messages[0].content[0]"),
-    (CHAT, chat(said("user", text()), said("assistant", OF_CHAT)), "messages[1].content[0]"),
-    (
-        CHAT,
-        chat(said("user", text()), said("tool", text(), OF_CHAT, tool_call_id="1")),
-        "messages[1].content[1]",
-    ),
+    (CHAT, chat(said("user", OF_CHAT), WHO), "messages[0].content[0]"),
+    (CHAT, chat(said("system", OF_CHAT), WHO), "messages[0].content[0]"),
+    (CHAT, chat(WHO, said("assistant", OF_CHAT)), "messages[1].content[0]"),
+    (CHAT, chat(WHO, said("tool", text(), OF_CHAT, tool_call_id="1")), "messages[1].content[1]"),
     (MESSAGES, chat(said("user", text(), OF_MESSAGES)), "messages[0].content[1]"),
-    (
-        MESSAGES,
-        chat(said("user", text()), CALLED, said("user", result(DOCUMENT))),
-        "messages[2].content[0].content[0].source.content[0]",
-    ),
-    (
-        RESPONSES,
-        input_of(said("user", text(kind="input_text"), OF_RESPONSES)),
-        "input[0].content[1]",
-    ),
-    (
-        RESPONSES,
-        input_of(said("user", text(kind="input_text") | MARKED, OF_RESPONSES)),
-        "input[0].content[1]",
-    ),
+    (MESSAGES, chat(WHO, CALLED, said("user", result(DOCUMENT))), DEEP),
+    (RESPONSES, input_of(said("user", ASKED, OF_RESPONSES)), "input[0].content[1]"),
+    (RESPONSES, input_of(said("user", ASKED | MARKED, OF_RESPONSES)), "input[0].content[1]"),
     (RESPONSES, input_of(said("developer", OF_RESPONSES)), "input[0].content[0]"),
-    (
-        RESPONSES,
-        input_of(
-            {"type": "function_call", "name": "f", "call_id": "1", "arguments": "{}"},
-            {"type": "function_call_output", "call_id": "1", "output": [OF_RESPONSES]},
-        ),
-        "input[1].output[0]",
-    ),
+    (RESPONSES, input_of(CALL, OUTPUT), "input[1].output[0]"),
 ]
 
 

@@ -12,22 +12,15 @@ from api.shapes.blocks import KINDS
 from engine.text.tokenizer import Tokenizer
 from tests.api.conftest import running
 from tests.api.real_service import served
-from tests.api.test_messages_wire import MESSAGES, body, sent
+from tests.api.test_messages_wire import MESSAGES, block, body, sent, turn
 from tests.api.test_steering_real import tiny
 from tests.support.wire import ByteTokenizer, Script, byte_model, fake_house
 
 HI, GO_ON = {"role": "user", "content": "hi"}, {"role": "user", "content": "go on"}
 PDF = {"type": "base64", "media_type": "application/pdf", "data": "AAAA"}
 PNG = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
-SOUGHT = {"type": "search_result", "source": "a.example", "title": "A"} | {
-    "content": [{"type": "text", "text": "found"}]
-}
 # Refused by name: they change the tools from one turn to the next.
 REFUSED = {"tool_addition", "tool_removal"}
-
-
-def block(kind, **fields):
-    return {"type": kind, **fields}
 
 
 def used(kind, **fields):
@@ -42,19 +35,23 @@ def document(source, **fields):
     return block("document", source=source, **fields)
 
 
+IMAGE, LAW = block("image", source=PNG), block("text", data="law")
+SOUGHT = block("search_result", source="a.example", title="A")
+SOUGHT["content"] = [block("text", text="found")]
 # A block, and its text in a prompt; None for a user's block that only history may hold.
 OF_USER: list[tuple[dict[str, Any], str]] = [
-    ({"type": "image", "source": PNG}, "[image not shown]"),
-    ({"type": "image", "source": {"type": "file", "file_id": "f"}}, "[image not shown]"),
-    (document({"type": "text", "data": "law"}, title="Laws", context="old"), "Laws\nold\nlaw"),
-    (document({"type": "content", "content": "law"}), "law"),
-    (document({"type": "content", "content": [{"type": "text", "text": "law"}]}), "law"),
+    (IMAGE, "[image not shown]"),
+    (block("image", source=block("file", file_id="f")), "[image not shown]"),
+    (document(LAW, title="Laws", context="old"), "Laws\nold\nlaw"),
+    (document(block("content", content="law")), "law"),
+    (document(block("content", content=[block("text", text="law")])), "law"),
     (document(PDF, title="Laws"), "Laws\n[document not shown]"),
     (document({"type": "url", "url": "http://a"}), "[document not shown]"),
     (SOUGHT, "A\na.example\nfound"),
     ({"type": "container_upload", "file_id": "f1"}, "[file f1 not shown]"),
 ]
 SEARCHED = block("web_search_result", title="T", url="u", encrypted_content="x")
+MANY = block("web_search_tool_result_error", error_code="many")
 FETCHED = block("web_fetch_result", url="u", content=document(PDF))
 MADE = [block("bash_code_execution_output", file_id="f")]
 OUTPUT = block("bash_code_execution_result", stdout="out", stderr="", return_code=0, content=MADE)
@@ -65,10 +62,7 @@ OF_ASSISTANT: list[tuple[dict[str, Any], str]] = [
     (used("mcp_tool_use", server_name="s"), '[called look {"q":"x"}]'),
     (ran("mcp_tool_result", [block("text", text="told")]), "told"),
     (ran("web_search_tool_result", [SEARCHED]), "T\nu"),
-    (
-        ran("web_search_tool_result", block("web_search_tool_result_error", error_code="many")),
-        "[error many]",
-    ),
+    (ran("web_search_tool_result", MANY), "[error many]"),
     (ran("web_fetch_tool_result", FETCHED), "u\n[document not shown]"),
     (ran("bash_code_execution_tool_result", OUTPUT), "out\n[file f]"),
     (ran("tool_search_tool_result", FOUND), "[tool t]"),
@@ -78,8 +72,8 @@ OF_ASSISTANT: list[tuple[dict[str, Any], str]] = [
 ]
 OF_RESULT: list[tuple[Any, str]] = [
     ("words", "words"),
-    ({"type": "image", "source": PNG}, "[image not shown]"),
-    (document({"type": "text", "data": "law"}), "law"),
+    (IMAGE, "[image not shown]"),
+    (document(LAW), "law"),
     (SOUGHT, "A\na.example\nfound"),
     ({"type": "tool_reference", "tool_name": "t"}, "[tool t]"),
 ]
@@ -89,10 +83,7 @@ def result(*content):
     return {"type": "tool_result", "tool_use_id": "t1", "content": list(content)}
 
 
-def called(*content):
-    call = {"type": "tool_use", "id": "t1", "name": "f", "input": {}}
-    told = {"role": "user", "content": [result(*content)]}
-    return [HI, {"role": "assistant", "content": [call]}, told]
+CALL, SEE = block("tool_use", id="t1", name="f", input={}), block("text", text="see:")
 
 
 OTHER_FIELDS = {"cache_control", "citations", "caller", "state_changes", "tool", "input_schema"}
@@ -129,14 +120,14 @@ async def answered(client, house, messages):
 @pytest.mark.parametrize(("block", "text"), OF_USER)
 async def test_a_users_block_in_history(client, house, block, text):
     """What no model sees is refused by type and place while it is new, and never again."""
-    turn = {"role": "user", "content": [{"type": "text", "text": "see:"}, block]}
+    asked = turn("user", SEE, block)
     said = {"role": "assistant", "content": "ok"}
-    prompt = await answered(client, house, [turn, said, GO_ON])
+    prompt = await answered(client, house, [asked, said, GO_ON])
     assert f"user: see:\n\n{text}\nassistant: ok\n" in prompt
-    for newest in ([turn], [turn, GO_ON], [HI, said, turn], [turn, said]):
+    for newest in ([asked], [asked, GO_ON], [HI, said, asked], [asked, said]):
         answer = await client.post(MESSAGES, json=body(messages=newest))
         if "not shown" in text:
-            place = f"messages[{newest.index(turn)}].content[1]"
+            place = f"messages[{newest.index(asked)}].content[1]"
             told = answer.json()["error"]
             assert answer.status_code == 400 and told["param"].startswith(place)
             assert f"'{block['type']}'" in told["message"] or "source" in told["param"]
@@ -146,14 +137,14 @@ async def test_a_users_block_in_history(client, house, block, text):
 
 @pytest.mark.parametrize(("block", "text"), OF_ASSISTANT)
 async def test_an_assistants_block_in_history(client, house, block, text):
-    turn = {"role": "assistant", "content": [{"type": "text", "text": "so:"}, block]}
-    told = f"so:\n\n{text}" if text else "so:"
-    assert f"assistant: {told}\nuser: go on\n" in await answered(client, house, [HI, turn, GO_ON])
+    told = f"see:\n\n{text}" if text else "see:"
+    prompt = await answered(client, house, [HI, turn("assistant", SEE, block), GO_ON])
+    assert f"assistant: {told}\nuser: go on\n" in prompt
 
 
 @pytest.mark.parametrize(("block", "text"), OF_RESULT)
 async def test_a_block_of_a_tools_result(client, house, block, text):
-    turns = called("see:", block)
+    turns = [HI, turn("assistant", CALL), turn("user", result("see:", block))]
     said = {"role": "assistant", "content": "ok"}
     assert f"tool: see:\n\n{text}\n" in await answered(client, house, [*turns, said, GO_ON])
     answer = await client.post(MESSAGES, json=body(messages=turns))
@@ -165,14 +156,12 @@ async def test_a_block_of_a_tools_result(client, house, block, text):
 @pytest.mark.parametrize(
     ("role", "block", "place"),
     [
-        ("user", {"type": "hologram"}, ""),
-        ("assistant", {"type": "hologram"}, ""),
-        ("system", {"type": "hologram"}, ""),
+        *((role, {"type": "hologram"}, "") for role in ("user", "assistant", "system")),
         ("user", used("tool_use"), ""),
         ("user", {"type": "web_search_result", "title": "t"}, ""),
-        ("assistant", {"type": "image", "source": PNG}, ""),
+        ("assistant", IMAGE, ""),
         ("assistant", result("x"), ""),
-        ("system", {"type": "image", "source": PNG}, ""),
+        ("system", IMAGE, ""),
         ("system", {"type": "tool_addition", "tool": {}}, ""),
         ("user", result({"type": "hologram"}), ".content[0]"),
         ("user", result(result("x")), ".content[0]"),
@@ -188,8 +177,8 @@ async def test_a_block_that_is_not_known_there_is_refused_by_type_and_place(
     client, role, block, place
 ):
     """In the oldest turn as in the newest."""
-    turn = {"role": role, "content": [{"type": "text", "text": "a"}, block]}
-    answer = await client.post(MESSAGES, json=body(messages=[HI, turn, GO_ON]))
+    asked = body(messages=[HI, turn(role, SEE, block), GO_ON])
+    answer = await client.post(MESSAGES, json=asked)
     told = answer.json()["error"]
     assert (400, f"messages[1].content[1]{place}") == (answer.status_code, told["param"])
     if '"hologram"' in str(block).replace("'", '"'):
@@ -200,9 +189,9 @@ async def test_a_block_without_end_is_refused(client):
     deep = "x"
     for _ in range(400):
         deep = [deep]
-    for block in ({"type": "search_result", "content": deep}, used("server_tool_use", input=deep)):
-        turn = {"role": "assistant" if "input" in block else "user", "content": [block]}
-        answer = await client.post(MESSAGES, json=body(messages=[HI, turn, GO_ON]))
+    for one in ({"type": "search_result", "content": deep}, used("server_tool_use", input=deep)):
+        said = turn("assistant" if "input" in one else "user", one)
+        answer = await client.post(MESSAGES, json=body(messages=[HI, said, GO_ON]))
         told = answer.status_code, answer.json()["error"]["param"]
         assert (400, "messages[1].content[0]") == told
 
@@ -216,9 +205,8 @@ async def test_system_messages_in_the_middle(client, house):
 
 async def test_a_marked_part_of_history_is_kept_with_what_nobody_sees(client, house):
     """Where the chat is cut, the last turn is not its newest."""
-    mark = {"type": "ephemeral"}
-    turn = {"role": "user", "content": [{"type": "image", "source": PNG, "cache_control": mark}]}
-    prompt = await answered(client, house, [turn, {"role": "assistant", "content": "ok"}, GO_ON])
+    marked = turn("user", IMAGE | {"cache_control": {"type": "ephemeral"}})
+    prompt = await answered(client, house, [marked, {"role": "assistant", "content": "ok"}, GO_ON])
     [keep] = house.meter.last.job.keeps
     assert "user: [image not shown]" == prompt[: keep.num_tokens].rstrip()
 
@@ -230,8 +218,8 @@ async def test_tools_of_others_are_skipped_by_name(client, house):
         {"type": "bash_20250124", "name": "bash"},
         {"type": "mcp_toolset", "mcp_server_name": "s"},
     ]
-    cited = [document({"type": "text", "data": "law"}, citations={"enabled": True})]
-    asked = body(tools=[own, *others], messages=[{"role": "user", "content": cited}])
+    cited = turn("user", document(LAW, citations={"enabled": True}))
+    asked = body(tools=[own, *others], messages=[cited])
     answer = await client.post(MESSAGES, json=asked)
     assert 200 == answer.status_code, answer.text
     named = "messages.citations tools.bash tools.defer_loading tools.mcp_toolset tools.web_search"
@@ -249,14 +237,14 @@ async def test_an_overflow_is_worded_as_agents_look_for_it():
             ("x" * 8000, 1, "prompt is too long: 2001 tokens > 99 maximum"),
             ("x" * 20, 70, "input length and `max_tokens` exceed context limit: 38 + 70 > 100"),
         ):
-            turn = {"role": "user", "content": text}
-            answer = await client.post(MESSAGES, json=body(messages=[turn], max_tokens=limit))
+            asked = body(messages=[{"role": "user", "content": text}], max_tokens=limit)
+            answer = await client.post(MESSAGES, json=asked)
             assert 400 == answer.status_code
             assert answer.json()["error"]["message"].startswith(told)
 
 
 BEGUN = {"role": "assistant", "content": "Once"}
-BEGUN_IN_PARTS = {"role": "assistant", "content": [{"type": "text", "text": "Once"}]}
+BEGUN_IN_PARTS = turn("assistant", block("text", text="Once"))
 
 
 @pytest.mark.parametrize(
@@ -280,7 +268,6 @@ async def test_a_last_message_of_the_assistant_is_continued(client, house, path,
         assert len(sent(house)) == counted.json()["input_tokens"]
 
 
-CALL = {"type": "tool_use", "id": "t1", "name": "f", "input": {}}
 TOOL = {"name": "f", "input_schema": {"type": "object"}}
 THOUGHT, FORM = block("thinking", thinking="a"), block("json_schema", schema={})
 CALLED = block("function_call", name="f", call_id="c", arguments="{}")
@@ -289,7 +276,7 @@ CALLED = block("function_call", name="f", call_id="c", arguments="{}")
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"messages": [HI, {"role": "assistant", "content": [CALL]}]}, "messages"),
+        ({"messages": [HI, turn("assistant", CALL)]}, "messages"),
         ({"messages": [HI, {**BEGUN, "content": [THOUGHT]}]}, "messages"),
         ({"tools": [TOOL], "tool_choice": {"type": "any"}}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "f"}}, "tool_choice"),
@@ -346,7 +333,7 @@ async def test_a_continued_turn_hits_like_any_other(tmp_path, template):
     """Over the real engine. Its prompt is the template's, without the end of the last message."""
     folder = tiny(tmp_path, template)
     async with served(tmp_path / "data", folder) as (_, client):
-        turn = {"role": "user", "content": "A question. " * 20}
+        asks = {"role": "user", "content": "A question. " * 20}
         begun = {"role": "assistant", "content": "An answer that has begun, at length"}
 
         async def usage(path, messages, **more):
@@ -357,15 +344,15 @@ async def test_a_continued_turn_hits_like_any_other(tmp_path, template):
             return told.get("usage", told)
 
         tokenizer = Tokenizer(AutoTokenizer.from_pretrained(folder))
-        shown = tokenizer.render([turn, begun], continue_final_message=True)
+        shown = tokenizer.render([asks, begun], continue_final_message=True)
         prompt = tokenizer.encode(shown, add_special_tokens=False)
         assert tokenizer.decode(prompt).endswith(begun["content"])
-        counted = await usage(f"{MESSAGES}/count_tokens", [turn, begun])
+        counted = await usage(f"{MESSAGES}/count_tokens", [asks, begun])
         assert len(prompt) == counted["input_tokens"]
-        first = await usage(MESSAGES, [turn, begun], max_tokens=4)
-        again = await usage(MESSAGES, [turn, begun], max_tokens=4)
+        first = await usage(MESSAGES, [asks, begun], max_tokens=4)
+        again = await usage(MESSAGES, [asks, begun], max_tokens=4)
         read, written = "cache_read_input_tokens", "cache_creation_input_tokens"
         assert len(prompt) == first["input_tokens"] + first[read] + first[written]
         assert (0, len(prompt) - 1) == (first[read], again[read])
-        whole = await usage(MESSAGES, [turn], max_tokens=4)
-        assert whole[read] >= len(turn["content"])
+        whole = await usage(MESSAGES, [asks], max_tokens=4)
+        assert whole[read] >= len(asks["content"])

@@ -20,8 +20,21 @@ def body(**fields: Any) -> dict[str, Any]:
     return {"model": "bytes", "max_tokens": 100, "messages": [USER], **fields}
 
 
+def block(kind: str, **fields: Any) -> dict[str, Any]:
+    return {"type": kind, **fields}
+
+
+def turn(role: str, *blocks: Any) -> dict[str, Any]:
+    return {"role": role, "content": [*blocks]}
+
+
 def sent(house: FakeHouse) -> str:
     return ByteTokenizer().decode(house.engine.requests[-1].tokens)
+
+
+def kept(house: FakeHouse) -> list[tuple[float, int]]:
+    """Of the last request: for how long, and how many tokens."""
+    return [(keep.for_s, keep.num_tokens) for keep in house.meter.last.job.keeps]
 
 
 def events(text: str) -> list[dict[str, Any]]:
@@ -34,34 +47,26 @@ def events(text: str) -> list[dict[str, Any]]:
     return found
 
 
+DENIED = [block("text", text="denied")]
 CLAUDE_CODE = {
     "system": [
-        {"type": "text", "text": "You are Claude Code.", "cache_control": KEPT},
-        {"type": "text", "text": "Be short.", "cache_control": {**KEPT, "ttl": "1h"}},
+        block("text", text="You are Claude Code.", cache_control=KEPT),
+        block("text", text="Be short.", cache_control={**KEPT, "ttl": "1h"}),
     ],
     "messages": [
-        {"role": "user", "content": [{"type": "text", "text": "List the files."}]},
-        {
-            "role": "assistant",
-            "content": [
-                {"type": "thinking", "thinking": "Use ls.", "signature": "x"},
-                {"type": "tool_use", "id": "t1", "name": "Bash", "input": {"command": "ls"}},
-                {"type": "tool_use", "id": "t2", "name": "Bash", "input": {"command": "pwd"}},
-            ],
-        },
-        {
-            "role": "user",
-            "content": [
-                {"type": "tool_result", "tool_use_id": "t1", "content": "a.txt"},
-                {
-                    "type": "tool_result",
-                    "tool_use_id": "t2",
-                    "is_error": True,
-                    "content": [{"type": "text", "text": "denied"}],
-                },
-                {"type": "text", "text": "Go on.", "cache_control": KEPT},
-            ],
-        },
+        turn("user", block("text", text="List the files.")),
+        turn(
+            "assistant",
+            block("thinking", thinking="Use ls.", signature="x"),
+            block("tool_use", id="t1", name="Bash", input={"command": "ls"}),
+            block("tool_use", id="t2", name="Bash", input={"command": "pwd"}),
+        ),
+        turn(
+            "user",
+            block("tool_result", tool_use_id="t1", content="a.txt"),
+            block("tool_result", tool_use_id="t2", is_error=True, content=DENIED),
+            block("text", text="Go on.", cache_control=KEPT),
+        ),
     ],
     "tools": [{"name": "Bash", "description": "Run.", "input_schema": {"type": "object"}}],
     "metadata": {"user_id": "user_1"},
@@ -76,55 +81,38 @@ async def test_claude_codes_request_is_a_chat(client, house):
     house.engine.script = Script(answer="Done.")
     response = await client.post(f"{MESSAGES}?beta=true", json=body(**CLAUDE_CODE))
     assert 200 == response.status_code, response.text
-    assert [
-        "system: You are Claude Code.\n",
-        "\n",
-        "Be short.\n",
-        "user: List the files.\n",
-        "assistant: \n",
-        "tool: a.txt\n",
-        "tool: Error: denied\n",
-        "user: Go on.\n",
-        "tools: 1\n",
-        "assistant: ",
-    ] == sent(house).splitlines(keepends=True)
+    assert (
+        "system: You are Claude Code.\n\nBe short.\nuser: List the files.\nassistant: \n"
+        "tool: a.txt\ntool: Error: denied\nuser: Go on.\ntools: 1\nassistant: "
+    ) == sent(house)
     first = len("system: You are Claude Code.\n")
     system = len("system: You are Claude Code.\n\nBe short.\nuser: ")  # up to the first turn's text
     whole = len(house.engine.requests[-1].tokens)
-    keeps = house.meter.last.job.keeps
-    assert [(300, first), (3600, system), (300, whole)] == [
-        (keep.for_s, keep.num_tokens) for keep in keeps
-    ]
+    assert [(300, first), (3600, system), (300, whole)] == kept(house)
 
 
 async def test_a_mark_that_a_later_turn_covers_is_not_kept_for_itself(client, house):
     """Nor is its prompt rendered once more; agents mark their latest two turns."""
 
-    def turn(role: str, kind: str = "text", **fields: object) -> dict[str, Any]:
-        return {"role": role, "content": [{"type": kind, "cache_control": KEPT, **fields}]}
-
-    call = turn("assistant", "tool_use", id="t", name="look", input={})
-    result = turn("user", "tool_result", tool_use_id="t", content="a.txt")
-    asked = body(messages=[turn("user", text="hi"), call, result], max_tokens=5)
+    call = turn("assistant", block("tool_use", id="t", name="look", input={}, cache_control=KEPT))
+    answered = block("tool_result", tool_use_id="t", content="a.txt", cache_control=KEPT)
+    first = block("text", text="hi", cache_control=KEPT)
+    asked = body(messages=[turn("user", first), call, turn("user", answered)], max_tokens=5)
     assert 200 == (await client.post(MESSAGES, json=asked)).status_code
     whole = len(house.engine.requests[-1].tokens)
-    assert [(300, whole)] == [(k.for_s, k.num_tokens) for k in house.meter.last.job.keeps]
-    asked["messages"][0]["content"][0]["cache_control"] = {**KEPT, "ttl": "1h"}
+    assert [(300, whole)] == kept(house)
+    first["cache_control"] = {**KEPT, "ttl": "1h"}
     asked["messages"].append(USER)
     assert 200 == (await client.post(MESSAGES, json=asked)).status_code
     upto = [len(f"user: {said}") for said in ("hi\n", "hi\nassistant: \ntool: a.txt\n")]
-    found = [(k.for_s, k.num_tokens) for k in house.meter.last.job.keeps]
-    assert [(3600, upto[0]), (300, upto[1])] == found
+    assert [(3600, upto[0]), (300, upto[1])] == kept(house)
 
 
 def test_text_that_is_marked_before_a_call_is_kept_without_the_call():
-    said = [
-        {"type": "text", "text": "I look.", "cache_control": KEPT},
-        {"type": "tool_use", "id": "t", "name": "look", "input": {}},
-    ]
-    result = [{"type": "tool_result", "tool_use_id": "t", "content": "a.txt"}]
-    turns = [("user", "hi"), ("assistant", said), ("user", result)]
-    asked = body(messages=[{"role": role, "content": content} for role, content in turns])
+    said = block("text", text="I look.", cache_control=KEPT)
+    call = block("tool_use", id="t", name="look", input={})
+    result = block("tool_result", tool_use_id="t", content="a.txt")
+    asked = body(messages=[USER, turn("assistant", said, call), turn("user", result)])
     chat = MessagesBody.model_validate(asked).as_chat(byte_model())
     [point] = chat.breakpoints()
     cut = chat.until(point)
@@ -186,28 +174,24 @@ async def test_usage_is_the_billed_record_in_anthropics_classes(client, house):
     } == usage
 
 
+CLEARED = block("clear_tool_uses_20250919")
+
+
 @pytest.mark.parametrize(
-    ("fields", "kind", "param"),
+    ("fields", "param"),
     [
-        ({"max_tokens": None}, "invalid_request_error", "max_tokens"),
-        ({"model": "no"}, "not_found_error", "model"),
-        ({"mcp_servers": [{"url": "x"}]}, "invalid_request_error", "mcp_servers"),
-        ({"tools": [{"name": "w"}]}, *("invalid_request_error", "tools[0]")),
-        ({"tools": [{"input_schema": {}}]}, *("invalid_request_error", "tools[0]")),
-        (
-            {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
-            "invalid_request_error",
-            "context_management.edits",
-        ),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
-            "invalid_request_error",
-            "messages[0].content[0]",
-        ),
-        ({"temperature": 1.5}, "invalid_request_error", "temperature"),
+        ({"max_tokens": None}, "max_tokens"),
+        ({"model": "no"}, "model"),
+        ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
+        ({"tools": [{"name": "w"}]}, "tools[0]"),
+        ({"tools": [{"input_schema": {}}]}, "tools[0]"),
+        ({"context_management": {"edits": [CLEARED]}}, "context_management.edits"),
+        ({"messages": [turn("user", block("image"))]}, "messages[0].content[0]"),
+        ({"temperature": 1.5}, "temperature"),
     ],
 )
-async def test_errors_have_anthropics_shape(client, fields, kind, param):
+async def test_errors_have_anthropics_shape(client, fields, param):
+    kind = "not_found_error" if param == "model" else "invalid_request_error"
     answer = (await client.post(MESSAGES, json=body(**fields))).json()
     assert ("error", kind, param) == (answer["type"], *of(answer["error"], "type", "param"))
 

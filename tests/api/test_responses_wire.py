@@ -21,25 +21,17 @@ def sent(house: FakeHouse) -> str:
     return ByteTokenizer().decode(house.engine.requests[-1].tokens)
 
 
-CODEX = {
+def said(role: str, text: str) -> dict[str, Any]:
+    return {"type": "message", "role": role, "content": [{"type": "input_text", "text": text}]}
+
+
+THOUGHT = {"type": "reasoning_text", "text": "Use ls."}
+CODEX: dict[str, Any] = {
     "instructions": "You are Codex.",
     "input": [
-        {
-            "type": "message",
-            "role": "developer",
-            "content": [{"type": "input_text", "text": "Sandboxed."}],
-        },
-        {
-            "type": "message",
-            "role": "user",
-            "content": [{"type": "input_text", "text": "List files."}],
-        },
-        {
-            "type": "reasoning",
-            "summary": [],
-            "content": [{"type": "reasoning_text", "text": "Use ls."}],
-            "encrypted_content": None,
-        },
+        said("developer", "Sandboxed."),
+        said("user", "List files."),
+        {"type": "reasoning", "summary": [], "content": [THOUGHT], "encrypted_content": None},
         {"type": "function_call", "name": "shell", "arguments": '{"a":1}', "call_id": "c1"},
         {"type": "function_call", "name": "shell", "arguments": "{}", "call_id": "c2"},
         {"type": "function_call_output", "call_id": "c1", "output": "a.txt"},
@@ -95,17 +87,10 @@ async def test_codexs_request_is_a_chat(client, house):
     house.engine.script = Script(answer="Done.")
     response = await client.post(RESPONSES, json=body(**CODEX))
     assert 200 == response.status_code, response.text
-    assert [
-        "system: You are Codex.\n",
-        "\n",
-        "Sandboxed.\n",
-        "user: List files.\n",
-        "assistant: \n",
-        "tool: a.txt\n",
-        "tool: b.txt\n",
-        "tools: 1\n",
-        "assistant: ",
-    ] == sent(house).splitlines(keepends=True)
+    assert (
+        "system: You are Codex.\n\nSandboxed.\nuser: List files.\nassistant: \ntool: a.txt\n"
+        "tool: b.txt\ntools: 1\nassistant: "
+    ) == sent(house)
     assert "[DONE]" not in response.text
 
 
@@ -159,11 +144,8 @@ async def test_events_are_numbered_in_the_order_of_the_wire(
     fails = fail_after is not None and tokens_per_step < 1000
     if fails and response.status_code == 200:  # 500 on a machine that stalls: nothing had gone out
         assert "event: response.failed" in text
-    numbers = [
-        json.loads(line.removeprefix("data: "))["sequence_number"]
-        for line in text.splitlines()
-        if line.startswith("data: ")
-    ]
+    data = [line[6:] for line in text.splitlines() if line.startswith("data: ")]
+    numbers = [json.loads(each)["sequence_number"] for each in data]
     assert list(range(len(numbers))) == numbers, text
 
 

@@ -1,5 +1,6 @@
 """The fields that say what an answer must look like: OpenAI's, vLLM's and SGLang's."""
 
+import json
 import threading
 
 import pytest
@@ -13,8 +14,7 @@ from tests.support.wire import fake_house
 
 CHAT = "/v1/chat/completions"
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
-SCHEMA_TEXT = '{"type": "object", "properties": {"a": {"type": "integer"}}}'
-
+STRICT = {"name": "x", "strict": True, "schema": SCHEMA}
 RULE = '"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": false}'
 
 
@@ -59,17 +59,9 @@ async def ask(compiler, *bodies):
     ("fields", "text"),
     [
         ({"response_format": {"type": "json_object"}}, "start: %json "),
-        (
-            {
-                "response_format": {
-                    "type": "json_schema",
-                    "json_schema": {"name": "x", "strict": True, "schema": SCHEMA},
-                }
-            },
-            RULE,
-        ),
+        ({"response_format": {"type": "json_schema", "json_schema": STRICT}}, RULE),
         ({"structured_outputs": {"json": SCHEMA}}, RULE),
-        ({"structured_outputs": {"json": SCHEMA_TEXT}}, RULE),
+        ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, RULE),
         ({"structured_outputs": {"regex": "a+"}}, "start: /a+/"),
         ({"structured_outputs": {"choice": ["é", 'b"']}}, 'CHOICE: "é" | "b\\""'),
         ({"structured_outputs": {"grammar": 'root ::= "a"'}}, 'T0: "a"'),
@@ -101,15 +93,9 @@ async def test_a_grammar_the_compiler_refuses_is_a_client_error_and_holds_no_mon
 async def test_a_grammar_too_ambiguous_to_follow_is_its_senders_fault(tmp_path):
     """It compiles, and matching takes longer with each token of the answer."""
     save_tiny_model(tmp_path / "tiny")
-    body = {
-        "model": str(tmp_path / "tiny"),
-        "messages": [{"role": "user", "content": "hi"}],
-        "max_tokens": 900,
-        "temperature": 1.0,
-        "seed": 1,
-        "min_tokens": 800,
-        "structured_outputs": {"grammar": 'root ::= root root root | "a" | "b"'},
-    }
+    asked = {"max_tokens": 900, "min_tokens": 800, "temperature": 1.0, "seed": 1}
+    asked["structured_outputs"] = {"grammar": 'root ::= root root root | "a" | "b"'}
+    body = chat(model=str(tmp_path / "tiny"), **asked)
     async with served(tmp_path / "data", tmp_path / "tiny") as (_, client):
         answer = await client.post("/v1/chat/completions", json=body, timeout=120)
     assert 400 == answer.status_code, answer.text

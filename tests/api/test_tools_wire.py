@@ -14,21 +14,14 @@ from tests.support.models import tiny_model
 from tests.support.walks import accepts
 from tests.support.wire import ByteTokenizer, Script, byte_model, fake_house
 
-WEATHER: dict[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": "weather",
-        "description": "The weather somewhere.",
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"type": "string"}},
-            "required": ["city"],
-        },
-    },
-}
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+FUNCTION = {"name": "weather", "description": "The weather somewhere.", "parameters": CITY}
+WEATHER: dict[str, Any] = {"type": "function", "function": FUNCTION}
 TIME: dict[str, Any] = {"type": "function", "function": {"name": "time"}}
 USER = {"role": "user", "content": "Is it warm in Rome?"}
-CALL = 'Let me look.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+CALL_OF_TIME = '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>'
+CALL_OF_WEATHER = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+CALL = f"Let me look.\n{CALL_OF_WEATHER}"
 
 
 def chat(**fields: Any) -> dict[str, Any]:
@@ -37,7 +30,7 @@ def chat(**fields: Any) -> dict[str, Any]:
 
 async def test_a_call_is_parsed_from_the_answer(client, house):
     """Without text beside it, the message has no content."""
-    for answer, text in ((CALL.removeprefix("Let me look.\n"), None), (CALL, "Let me look.")):
+    for answer, text in ((CALL_OF_WEATHER, None), (CALL, "Let me look.")):
         house.engine.script = Script(answer=answer)
         [choice] = (await client.post(CHAT, json=chat())).json()["choices"]
         assert ("tool_calls", text) == (choice["finish_reason"], choice["message"]["content"])
@@ -93,20 +86,9 @@ async def ask(body: dict[str, Any], answer: str = CALL) -> tuple[httpx.Response,
         return await client.post(CHAT, json=body), compiler
 
 
-STRICT = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
-FORM = {
-    "type": "json_schema",
-    "json_schema": {
-        "name": "x",
-        "schema": {
-            "type": "object",
-            "properties": {"a": {"enum": ["日", "中"]}},
-            "required": ["a"],
-        },
-    },
-}
-CALL_OF_TIME = '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>'
-CALL_OF_WEATHER = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+STRICT = {"type": "function", "function": FUNCTION | {"strict": True}}
+LETTERS = {"type": "object", "properties": {"a": {"enum": ["日", "中"]}}, "required": ["a"]}
+FORM = {"type": "json_schema", "json_schema": {"name": "x", "schema": LETTERS}}
 
 
 @pytest.mark.parametrize(
@@ -121,7 +103,7 @@ CALL_OF_WEATHER = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"
             [CALL_OF_TIME * 2],
         ),
         (
-            {"tool_choice": {"type": "function", "function": {"name": "time"}}},
+            {"tool_choice": TIME},
             [CALL_OF_TIME],
             [CALL_OF_WEATHER, f"{CALL_OF_TIME}\n{CALL_OF_TIME}"],
         ),
@@ -168,24 +150,18 @@ async def test_an_unsupported_request_is_refused_with_its_field(client, fields, 
     assert (400, param) == (response.status_code, response.json()["error"]["param"])
 
 
-async def answered(template: str, answer: str, body: dict[str, Any]) -> tuple[Any, str]:
-    """The answer under a model of that chat template, and the prompt it had."""
+async def answered(template: str, answer: str, body: dict[str, Any]) -> tuple[Any, Any, str]:
+    """The message of the answer under a model of that chat template, its usage, and its prompt."""
     tokenizer = ByteTokenizer()
     tokenizer.chat_template = template
-    model = byte_model(tokenizer=tokenizer)
-    house = fake_house(models=[model])
+    house = fake_house(models=[byte_model(tokenizer=tokenizer)])
     house.engine.script = Script(answer=answer)
     async with running(house) as (_, client):
         response = await client.post(CHAT, json=body)
         assert 200 == response.status_code, response.text
         prompt = tokenizer.decode(house.engine.requests[0].tokens)
-        return response.json(), prompt
-
-
-async def asked_with(template: str, answer: str, body: dict[str, Any]) -> tuple[Any, str]:
-    """The message of the answer, and the prompt it had."""
-    told, prompt = await answered(template, answer, body)
-    return told["choices"][0]["message"], prompt
+        [choice] = response.json()["choices"]
+        return choice["message"], response.json()["usage"], prompt
 
 
 async def test_a_model_whose_template_knows_no_tools_is_taught_them():
@@ -193,7 +169,7 @@ async def test_a_model_whose_template_knows_no_tools_is_taught_them():
     function = {"name": "weather", "arguments": '{"city": "Rome"}'}
     call = {"id": "c1", "type": "function", "function": function}
     messages = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}, result]
-    message, prompt = await asked_with("{{ messages }}", CALL, chat(messages=messages))
+    message, _, prompt = await answered("{{ messages }}", CALL, chat(messages=messages))
     assert "weather" == message["tool_calls"][0]["function"]["name"]
     assert prompt.startswith("system: You may call functions")
     assert '"name": "weather", "description": "The weather somewhere."' in prompt
@@ -203,32 +179,22 @@ async def test_a_model_whose_template_knows_no_tools_is_taught_them():
     ) in prompt
 
 
-@pytest.mark.parametrize(
-    ("template", "answer"),
-    [
-        ("{{ tools }}<|python_tag|>", '{"name": "weather", "parameters": {"city": "Rome"}}'),
-        (
-            "{{ tools }}[TOOL_CALLS]",
-            '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Rome"}}]',
-        ),
-        (
-            "{% if tools %}<｜tool▁calls▁begin｜>",
-            (
-                '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{"city": "Rome"}'
-                "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
-            ),
-        ),
-        (
-            "{{ tools }}<|channel|>",
-            (
-                "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
-                '{"city": "Rome"}'
-            ),
-        ),
-    ],
-)
-async def test_the_style_is_chosen_from_the_template(template, answer):
-    message, _ = await asked_with(template, answer, chat())
+STYLES = {
+    "{{ tools }}<|python_tag|>": '{"name": "weather", "parameters": {"city": "Rome"}}',
+    "{{ tools }}[TOOL_CALLS]": '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Rome"}}]',
+    "{% if tools %}<｜tool▁calls▁begin｜>": (
+        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{"city": "Rome"}'
+        "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+    ),
+    "{{ tools }}<|channel|>": (
+        '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Rome"}'
+    ),
+}
+
+
+@pytest.mark.parametrize("template", STYLES)
+async def test_the_style_is_chosen_from_the_template(template):
+    message, _, _ = await answered(template, STYLES[template], chat())
     [call] = message["tool_calls"]
     assert {"name": "weather", "arguments": '{"city": "Rome"}'} == call["function"]
     assert ("[TOOL" in template) == (len(call["id"]) == 9)
@@ -237,8 +203,7 @@ async def test_the_style_is_chosen_from_the_template(template, answer):
 async def test_reasoning_is_apart_from_the_text():
     template = "{{ tools }}<tool_call>{{ enable_thinking }}<think></think>"
     body = chat(chat_template_kwargs={"enable_thinking": True})
-    told, prompt = await answered(template, f"<think>\nHm.\n</think>\n\n{CALL}", body)
-    message, usage = told["choices"][0]["message"], told["usage"]
+    message, usage, prompt = await answered(template, f"<think>\nHm.\n</think>\n\n{CALL}", body)
     assert 0 < usage["completion_tokens_details"]["reasoning_tokens"] < usage["completion_tokens"]
     assert ("Hm.", "Let me look.") == (message["reasoning_content"], message["content"])
     assert "enable_thinking: True" in prompt
@@ -247,32 +212,17 @@ async def test_reasoning_is_apart_from_the_text():
 async def test_thinking_is_passed_in_the_templates_own_terms():
     template = "{% if thinking %}<think></think>"
     body = chat(tools=None, thinking={"type": "disabled"})
-    _, prompt = await asked_with(template, "x", body)
+    _, _, prompt = await answered(template, "x", body)
     assert "thinking: False" in prompt
 
 
-SCHEMA = {"type": "object"}
-FORCED: dict[str, tuple[str, dict[str, Any], str]] = {
-    CHAT: ("max_tokens", chat(tool_choice="required"), "length"),
-    "/v1/messages": (
-        "max_tokens",
-        {
-            "model": "bytes",
-            "max_tokens": 100,
-            "messages": [USER],
-            "tools": [{"name": "weather", "input_schema": SCHEMA}],
-            "tool_choice": {"type": "any"},
-        },
-        "max_tokens",
-    ),
+ANY = {"name": "weather", "input_schema": {"type": "object"}}
+NAMED = {"type": "function", "name": "weather", "parameters": {"type": "object"}}
+FORCED: dict[str, tuple[dict[str, Any], str]] = {
+    CHAT: (chat(tool_choice="required"), "length"),
+    "/v1/messages": (chat(max_tokens=100, tools=[ANY], tool_choice={"type": "any"}), "max_tokens"),
     "/v1/responses": (
-        "max_output_tokens",
-        {
-            "model": "bytes",
-            "input": "hi",
-            "tools": [{"type": "function", "name": "weather", "parameters": SCHEMA}],
-            "tool_choice": "required",
-        },
+        {"model": "bytes", "input": "hi", "tools": [NAMED], "tool_choice": "required"},
         "incomplete",
     ),
 }
@@ -304,7 +254,8 @@ def told(answer: dict[str, Any]) -> tuple[str, str, list[Any]]:
 )
 async def test_only_the_length_cuts_a_forced_call(url, fields):
     """A part of one is neither text nor a finished call."""
-    limit, body, cut = FORCED[url]
+    body, cut = FORCED[url]
+    limit = "max_output_tokens" if url == "/v1/responses" else "max_tokens"
     house = fake_house(grammars=RecordingCompiler())
     house.engine.script = Script(answer=CALL_OF_WEATHER)
     async with running(house) as (_, client):
