@@ -93,9 +93,8 @@ class PassedBody(LabelledBody):
                 "that this server answers in one request.",
                 param="n",
             )
-        given = dict(self.model_extra or {})
-        if isinstance(self.prompt, Mapping):
-            given["prompt"] = self.prompt  # that the account keeps for Responses
+        kept = self.prompt if isinstance(self.prompt, Mapping) else None  # of Responses
+        given = {**(self.model_extra or {}), "prompt": kept}
         for name, why in _REFUSED.items():
             if given.get(name):
                 raise Unsupported(

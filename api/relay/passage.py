@@ -62,7 +62,7 @@ class Passage:
         self._is_asked = False  # the endpoint has all of the body, and did not refuse it
         self._has_begun = False  # a part of the answer came
         self._is_ending = False  # the events of its end came
-        self._is_answered = False  # and no other is to be sent
+        self.answered = False  # and no other is to be sent
         self._is_complete = False  # its last event came, or all of it
         self._finished: set[str] = set()
         self._num_sent = 0  # tokens at least
@@ -71,10 +71,6 @@ class Passage:
         self._covered = job.max_output
         self._when = Timeline(arrival_ns=job.arrival_ns)
         self._is_told = False
-
-    @property
-    def answered(self) -> bool:
-        return self._is_answered
 
     def submit(self) -> None:
         now = time.monotonic_ns()
@@ -134,9 +130,8 @@ class Passage:
             while not self._is_over:
                 self._reading = asyncio.ensure_future(anext(events, None))
                 while not (await asyncio.wait({self._reading}, timeout=idle_s))[0]:
-                    await self._cover(
-                        min(self._most_sent, self.job.max_output)
-                    )  # a long silence: renew the hold
+                    # A long silence: renew the hold.
+                    await self._cover(min(self._most_sent, self.job.max_output))
                     yield []
                 if self._reading.cancelled() or (batch := self._reading.result()) is None:
                     break
@@ -214,11 +209,11 @@ class Passage:
         for part in batch:
             num_sent = self._num_sent
             passes = self._passes(part)
-            if self._is_ending and not self._is_answered:
+            if self._is_ending and not self.answered:
                 if passing and self.job.stream:
                     yield [Delta(0, "", raw=b"".join(passing))]
                     passing = []
-                self._is_answered = True
+                self.answered = True
             most = min(self._most_sent, self.job.max_output)
             if await self._cover(most) < most:
                 self._num_sent, self._outcome, self._is_over = num_sent, Outcome.BUDGET, True

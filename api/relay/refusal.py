@@ -27,9 +27,8 @@ def refusal_of(answer: HttpAnswer, said: bytes) -> ApiError | RemoteFault:
     if answer.status not in OF_THE_BODY:
         return fault
     words, code = _words(said)
-    words = answer.asked.keyless(words)
-    shown = "".join(c for c in words[:_WORDS] if c.isprintable()) or "it gave no reason"
-    told = f"The engine refused this request: {shown}"
+    shown = "".join(c for c in answer.asked.keyless(words)[:_WORDS] if c.isprintable())
+    told = f"The engine refused this request: {shown or 'it gave no reason'}"
     is_long = code == "context_length_exceeded" or _TOO_LONG.search(words)
     return ContextLengthExceeded(told) if is_long else InvalidRequest(told)
 
