@@ -55,10 +55,16 @@ def probe(folder, tmp_path_factory):
 
 
 @pytest.fixture
-def model(folder, monkeypatch):
-    """As an operator names it who stands beside it."""
+def at(folder, tmp_path, monkeypatch):
+    """Serves the model of these engines, named as an operator does who stands beside it."""
     monkeypatch.chdir(folder.parent)
-    return Path(folder.name)
+
+    def serve(*engines, data_dir=tmp_path, **more):
+        urls = [each.url for each in engines]
+        urls = urls if urls[1:] else urls[0]
+        return serving(data_dir, Path(folder.name), engine_backend=urls, **more)
+
+    return serve
 
 
 @pytest.fixture
@@ -109,9 +115,9 @@ UNREPORTED: dict[str, Script] = {
 }
 
 
-async def test_a_request_is_served_and_billed_by_what_the_engine_had(engine, model, tmp_path):
+async def test_a_request_is_served_and_billed_by_what_the_engine_had(engine, at):
     engine.script = ANSWER
-    async with serving(tmp_path, model, engine_backend=engine.url) as (service, client):
+    async with at(engine) as (service, client):
         answer = await client.post("/v1/completions", json=body())
         assert 200 == answer.status_code, answer.text
         assert "H" == answer.json()["choices"][0]["text"]
@@ -129,9 +135,9 @@ async def test_a_request_is_served_and_billed_by_what_the_engine_had(engine, mod
 @pytest.mark.parametrize("fault", BEFORE)
 @pytest.mark.parametrize("stream", [False, True])
 async def test_before_the_first_token_the_client_gets_an_error_and_pays_nothing(
-    engine, model, tmp_path, monkeypatch, fault, stream
+    engine, at, monkeypatch, fault, stream
 ):
-    async with serving(tmp_path, model, engine_backend=engine.url) as (service, client):
+    async with at(engine) as (service, client):
         engine.status, engine.script, (status, code, why) = BEFORE[fault]
         engine.sent_headers = {"retry-after": "7"}
         monkeypatch.setattr(client_module, "SILENCE_S", 0.5)
@@ -178,10 +184,9 @@ def other(probe):
 
 @pytest.mark.parametrize("fault", [*BEFORE, "refused"])
 async def test_what_fails_before_its_first_token_is_tried_once_on_another_engine(
-    engine, other, model, tmp_path, monkeypatch, fault
+    engine, other, at, monkeypatch, fault
 ):
-    urls = [engine.url, other.url]
-    async with serving(tmp_path, model, engine_backend=urls) as (service, client):
+    async with at(engine, other) as (service, client):
         monkeypatch.setattr(client_module, "SILENCE_S", 0.5)
         if fault == "refused":
             engine.shutdown()
@@ -208,31 +213,30 @@ async def test_what_fails_before_its_first_token_is_tried_once_on_another_engine
         )
 
 
-async def test_what_fails_after_its_first_token_is_tried_nowhere_else(
-    engine, other, model, tmp_path
-):
+async def test_what_fails_after_its_first_token_is_tried_nowhere_else(engine, other, at):
     engine.script = [*BEGUN, RESET]
-    urls = [engine.url, other.url]
-    async with serving(tmp_path, model, engine_backend=urls) as (_, client):
+    async with at(engine, other) as (_, client):
         answer = await client.post("/v1/completions", json=body())
         assert (502, []) == (answer.status_code, other.asked)
 
 
-async def test_a_server_is_ready_while_one_of_its_engines_answers(
-    engine, other, model, tmp_path, monkeypatch
-):
+async def until_so(is_so):
+    with anyio.fail_after(PATIENCE_S):
+        while not is_so():
+            await anyio.sleep(0.02)
+
+
+async def test_a_server_is_ready_while_one_of_its_engines_answers(engine, other, at, monkeypatch):
     """Nobody has to send a request for that. One that comes back is checked as at the start."""
     monkeypatch.setattr(engine_module, "LOOK_S", 0.02)
     monkeypatch.setattr(upstreams_module, "JOIN_S", 0.02)
     monkeypatch.setattr(breaker_module, "FIRST_PAUSE_S", 0.1)
     monkeypatch.setattr(breaker_module, "MOST_PAUSE_S", 0.1)
-    urls = [engine.url, other.url]
-    async with serving(tmp_path, model, engine_backend=urls) as (service, client):
+    async with at(engine, other) as (service, client):
 
         async def until(is_up):
-            with anyio.fail_after(PATIENCE_S):
-                while is_up != [each.is_up for each in service.core.engine.stats().engines]:
-                    await anyio.sleep(0.02)
+            use = service.core.engine.stats
+            await until_so(lambda: is_up == [each.is_up for each in use().engines])
             return await client.get("/health/ready")
 
         right = dict(other.about)
@@ -246,13 +250,10 @@ async def test_a_server_is_ready_while_one_of_its_engines_answers(
         assert [] == engine.asked + other.asked, "those that are left alone are not asked"
         assert 200 == (await client.get("/health")).status_code
         other.about |= right | {"/health": {}, "/tokenize": {"tokens": [1]}}
+        refused = {engine.url: "does not answer", other.url: "is refused; the log says why"}
         with anyio.fail_after(PATIENCE_S):
-            told = None
-            while told != {
-                engine.url: "does not answer",
-                other.url: "is refused; the log says why",
-            }:
-                told = (await client.get("/health/ready")).json()["engines"]
+            while refused != (await client.get("/health/ready")).json()["engines"]:
+                await anyio.sleep(0.02)
         assert 503 == (await client.post("/v1/completions", json=body())).status_code
         assert [] == other.asked, "it is another model by now"
         other.about |= right
@@ -262,7 +263,7 @@ async def test_a_server_is_ready_while_one_of_its_engines_answers(
 
 
 async def test_an_engine_that_comes_later_is_used_once_it_is_what_the_others_are(
-    engine, other, probe, model, tmp_path, monkeypatch, caplog
+    engine, other, probe, at, monkeypatch, caplog
 ):
     """It is named until then, in readiness, in the metrics and in the log. So is one that is none
     of the model's. The first of the list may be missing as well."""
@@ -272,7 +273,7 @@ async def test_an_engine_that_comes_later_is_used_once_it_is_what_the_others_are
     engine.script = ANSWER
     right = dict(other.about)
     other.about["/version"] = (503, {})
-    async with serving(tmp_path, model, engine_backend=[other.url, engine.url]) as (_, client):
+    async with at(other, engine) as (_, client):
 
         async def until(told):
             with anyio.fail_after(PATIENCE_S):
@@ -294,9 +295,7 @@ async def test_an_engine_that_comes_later_is_used_once_it_is_what_the_others_are
         for why, change in wrong.items():
             other.about |= right | change
             await until({other.url: "is refused; the log says why"})
-            with anyio.fail_after(PATIENCE_S):
-                while why not in caplog.text:
-                    await anyio.sleep(0.02)
+            await until_so(lambda why=why: why in caplog.text)
             assert 200 == (await client.post("/v1/completions", json=body())).status_code
             assert not await is_up() and [] == other.asked
             other.about["/version"] = (503, {})
@@ -309,30 +308,26 @@ async def test_an_engine_that_comes_later_is_used_once_it_is_what_the_others_are
         assert 1 == len(other.asked)
 
 
-async def test_a_server_does_not_start_while_none_of_its_engines_answers(
-    engine, other, model, tmp_path
-):
+async def test_a_server_does_not_start_while_none_of_its_engines_answers(engine, other, at):
     engine.about["/version"] = other.about["/version"] = (503, {})
-    for urls in (engine.url, [engine.url, other.url]):
+    for engines in ([engine], [engine, other]):
         with pytest.raises(EngineAway, match=f"{engine.url} cannot be used: GET /version gives"):
-            async with serving(tmp_path, model, engine_backend=urls):
+            async with at(*engines):
                 pass
 
 
-async def test_another_engine_must_be_of_the_same_model_too(engine, other, model, tmp_path):
+async def test_another_engine_must_be_of_the_same_model_too(engine, other, at):
     card = {"id": "tiny", "root": "/m/tiny", "parent": None, "max_model_len": 64}
     for told, models in {"does not serve tiny": "x", "64 tokens, not 100": "tiny"}.items():
         other.about["/v1/models"] = {"data": [{**card, "id": models, "root": f"/m/{models}"}]}
         with pytest.raises(ModelError, match=f"{other.url}.*{told}"):
-            async with serving(tmp_path, model, engine_backend=[engine.url, other.url]):
+            async with at(engine, other):
                 pass
 
 
-async def test_an_engine_that_went_away_fails_its_requests_until_it_is_back(probe, model, tmp_path):
-    about = vllm_about(probe, "tiny")
-    with served(RemoteEngineServer(about)) as engine:
-        url = engine.url
-        found = serving(tmp_path, model, engine_backend=url)
+async def test_an_engine_that_went_away_fails_its_requests_until_it_is_back(probe, at):
+    with served(RemoteEngineServer(vllm_about(probe, "tiny"))) as engine:
+        found = at(engine)
         service, client = await found.__aenter__()
     answer = await client.post("/v1/completions", json=body())
     assert (503, True) == (answer.status_code, "cannot be reached" in answer.text)
@@ -342,12 +337,9 @@ async def test_an_engine_that_went_away_fails_its_requests_until_it_is_back(prob
 
 @pytest.mark.parametrize("fault", AFTER)
 async def test_after_the_first_token_a_stream_ends_with_an_error_and_pays_what_was_sent(
-    engine, model, tmp_path, monkeypatch, fault
+    engine, at, monkeypatch, fault
 ):
-    async with serving(tmp_path, model, engine_backend=engine.url, engine_max_time=3) as (
-        service,
-        client,
-    ):
+    async with at(engine, engine_max_time=3) as (service, client):
         engine.script, code = AFTER[fault]
         monkeypatch.setattr(client_module, "SILENCE_S", 2.0)
         answer = await client.post("/v1/completions", json=body(stream=True))
@@ -360,12 +352,10 @@ async def test_after_the_first_token_a_stream_ends_with_an_error_and_pays_what_w
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_leaves_pays_the_prompt_once_the_engine_has_it(
-    engine, model, tmp_path, stream
-):
+async def test_a_client_that_leaves_pays_the_prompt_once_the_engine_has_it(engine, at, stream):
     """It may be computed, and nothing tells. A body that nobody takes is none."""
     engine.script = [2.0, *[vllm_chunk([72]), 0.02] * 2000]
-    async with serving(tmp_path, model, engine_backend=engine.url) as (service, client):
+    async with at(engine) as (service, client):
         app = client._transport.app
 
         def begun():
@@ -390,10 +380,8 @@ async def test_a_client_that_leaves_pays_the_prompt_once_the_engine_has_it(
 
 
 @pytest.mark.parametrize("case", UNREPORTED)
-async def test_a_count_that_cannot_be_is_not_guessed_and_the_prompt_is_a_miss(
-    engine, model, tmp_path, case
-):
-    async with serving(tmp_path, model, engine_backend=engine.url) as (service, client):
+async def test_a_count_that_cannot_be_is_not_guessed_and_the_prompt_is_a_miss(engine, at, case):
+    async with at(engine) as (service, client):
         engine.script = UNREPORTED[case]
         answer = await client.post("/v1/completions", json=body())
         assert 200 == answer.status_code, answer.text
@@ -402,17 +390,10 @@ async def test_a_count_that_cannot_be_is_not_guessed_and_the_prompt_is_a_miss(
         assert 'cachesvc_miss_tokens_total{reason="unreported"} 40.0' in metrics
 
 
-async def test_a_stop_string_is_ended_by_the_engine_so_that_its_usage_comes(
-    engine, model, tmp_path
-):
-    engine.script = [
-        vllm_chunk([72]),
-        vllm_chunk([105], "stop", stop_reason="i"),
-        0.05,
-        vllm_usage(40, 32),
-        DONE,
-    ]
-    async with serving(tmp_path, model, engine_backend=engine.url) as (service, client):
+async def test_a_stop_string_is_ended_by_the_engine_so_that_its_usage_comes(engine, at):
+    end = vllm_chunk([105], "stop", stop_reason="i")
+    engine.script = [vllm_chunk([72]), end, 0.05, vllm_usage(40, 32), DONE]
+    async with at(engine) as (service, client):
         answer = await client.post("/v1/completions", json=body(stop=["i"]))
         choice = answer.json()["choices"][0]
         assert ("H", "stop") == (choice["text"], choice["finish_reason"])
@@ -420,11 +401,11 @@ async def test_a_stop_string_is_ended_by_the_engine_so_that_its_usage_comes(
         assert [{"hit_device": 32, "miss": 8, "output": 2}] == charges(service)
 
 
-async def test_a_vllm_that_was_started_for_token_ids_is_asked_by_that_route(probe, model, tmp_path):
+async def test_a_vllm_that_was_started_for_token_ids_is_asked_by_that_route(probe, at):
     about = vllm_about(probe, "tiny", scale_out=True)
     with served(RemoteEngineServer(about, "/inference/v1/generate")) as engine:
         engine.script = ANSWER
-        async with serving(tmp_path, model, engine_backend=engine.url) as (service, client):
+        async with at(engine) as (service, client):
             answer = await client.post("/v1/completions", json=body(seed=5))
             assert "H" == answer.json()["choices"][0]["text"]
             assert [{"hit_device": 32, "miss": 8, "output": 2}] == charges(service)
@@ -432,7 +413,7 @@ async def test_a_vllm_that_was_started_for_token_ids_is_asked_by_that_route(prob
             assert (40, 5) == (len(asked["token_ids"]), asked["sampling_params"]["seed"])
 
 
-async def test_sglang_tells_its_hits_with_each_event(probe, model, tmp_path):
+async def test_sglang_tells_its_hits_with_each_event(probe, at):
     """Also where its events repeat the tokens before."""
     with served(RemoteEngineServer(sglang_about(probe, "tiny"), "/generate")) as engine:
         prompt = {"prompt_tokens": 40}
@@ -442,12 +423,11 @@ async def test_sglang_tells_its_hits_with_each_event(probe, model, tmp_path):
             sglang_chunk([72, 105, 33], 3, {"type": "length", "length": 3}, **prompt),
             DONE,
         ]
-        async with serving(tmp_path, model, engine_backend=engine.url) as (service, client):
+        async with at(engine) as (service, client):
             answer = await client.post("/v1/completions", json=body(logit_bias={"5": 1}))
             assert "Hi!" == answer.json()["choices"][0]["text"]
-            assert [{"hit_device": 16, "miss": 24, "output": 3, "cache_write": 24}] == charges(
-                service
-            )
+            usage = {"hit_device": 16, "miss": 24, "output": 3, "cache_write": 24}
+            assert [usage] == charges(service)
             asked = engine.asked[0]
             assert 40 == len(asked["input_ids"]) and asked["extra_key"].startswith("hex:")
             assert (-1, {"5": 1.0}) == of(asked["sampling_params"], "top_k", "logit_bias")
@@ -469,25 +449,22 @@ async def test_sglang_tells_its_hits_with_each_event(probe, model, tmp_path):
         ({"/v1/completions": {"choices": [{}]}}, "gives no token ids"),
     ],
 )
-async def test_another_engine_than_meant_is_refused_at_the_start(
-    engine, model, tmp_path, change, told
-):
+async def test_another_engine_than_meant_is_refused_at_the_start(engine, at, change, told):
     engine.about |= change
     asked = {} if change else {"engine_vllm": {"max-model-len": 64}}
     with pytest.raises(ModelError, match=told):
-        async with serving(tmp_path, model, engine_backend=engine.url, **asked):
+        async with at(engine, **asked):
             pass
 
 
 async def test_the_engines_key_goes_with_each_request_and_no_header_of_the_tenants_does(
-    engine, model, tmp_path, caplog
+    engine, at, tmp_path, caplog
 ):
     """The log has no key, even if the engine repeats it."""
     caplog.set_level("DEBUG")
     engine.key, engine.script = "sk-for-the-engine", ANSWER
-    at_engine = {"engine_backend": engine.url, "engine_key": engine.key}
     headers = {"cookie": "a=b", "x-of-mine": "c"}
-    async with serving(tmp_path, model, **at_engine) as (_, client):
+    async with at(engine, engine_key=engine.key) as (_, client):
         answer = await client.post("/v1/completions", json=body(), headers=headers)
         assert 200 == answer.status_code
         assert {"authorization", "user-agent"} < set(engine.asked_headers[-1])
@@ -498,13 +475,13 @@ async def test_the_engines_key_goes_with_each_request_and_no_header_of_the_tenan
         assert 502 == (await client.post("/v1/completions", json=body())).status_code
     assert "what is ***?" in caplog.text and engine.key not in caplog.text
     with pytest.raises(ModelError, match=r"wants another engine\.key"):
-        async with serving(tmp_path / "other", model, engine_backend=engine.url):
+        async with at(engine, data_dir=tmp_path / "other"):
             pass
 
 
-async def test_what_needs_blocks_in_this_process_says_so_by_name(engine, model, tmp_path):
+async def test_what_needs_blocks_in_this_process_says_so_by_name(engine, at):
     engine.script = ANSWER
-    async with serving(tmp_path, model, engine_backend=engine.url) as (service, client):
+    async with at(engine) as (service, client):
         client.headers["authorization"] = f"Bearer {service.dashboard.parts.operator_token}"
         cached = body(cache_control={"type": "ephemeral"})
         answer = await client.post("/v1/completions", json=cached)
@@ -529,10 +506,10 @@ async def test_what_needs_blocks_in_this_process_says_so_by_name(engine, model, 
         assert 200 == (await client.get(f"/admin/requests/{number}")).status_code
 
 
-async def test_what_ends_here_is_ended_in_the_engine_and_billed_as_a_miss(engine, model, tmp_path):
+async def test_what_ends_here_is_ended_in_the_engine_and_billed_as_a_miss(engine, at):
     """Nothing tells what it had cached when its answer is cut off."""
     engine.script = [vllm_chunk([72]), *[vllm_chunk([105]), 0.02] * 2000]
-    async with serving(tmp_path, model, engine_backend=engine.url) as (service, client):
+    async with at(engine) as (service, client):
         answer = await client.post("/v1/completions", json=body(stop=["ii"]))
         assert "H" == answer.json()["choices"][0]["text"]
         assert engine.left.wait(30)

@@ -53,6 +53,12 @@ def patient(monkeypatch):
     monkeypatch.setattr(StoreBreaker, "failed", lambda self: None)
 
 
+@pytest.fixture
+def at(tmp_path):
+    """Serves what these endpoints have."""
+    return partial(relaying, tmp_path)
+
+
 def code_at_the_end(path, content):
     """Of the error event that ends a stream."""
     lines = [line for line in content.split(b"\n") if line.startswith(b"data: {")]
@@ -94,24 +100,19 @@ def killed_at(path, point, rng):
 
 
 POINTS = (
-    "before headers",
-    "after headers",
-    "before the text",
-    "between two events",
-    "in the middle of an event",
-    "before usage",
-    "after usage",
+    *("before headers", "after headers", "before the text", "between two events"),
+    *("in the middle of an event", "before usage", "after usage"),
 )
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_a_killed_endpoint_is_settled_once_wherever_it_was(up, tmp_path, path):
+async def test_a_killed_endpoint_is_settled_once_wherever_it_was(up, at, path):
     seed = random.randrange(1 << 32)
     rng = random.Random(seed)
     points = [*POINTS, *rng.choices(POINTS, k=5)]
     rng.shuffle(points)
     asked = body(path, stream=True, stream_options={"include_usage": True})
-    async with relaying(tmp_path, up) as (service, client):
+    async with at(up) as (service, client):
         for number, point in enumerate(points):
             up.script[path], num_sent, kind = killed_at(path, point, rng)
             answer = await client.post(path, json=asked)
@@ -151,10 +152,10 @@ REFUSALS: dict[int, tuple[int, str, str]] = {
 }
 
 
-async def test_a_refusal_reaches_the_client_in_its_protocol_and_costs_nothing(up, tmp_path):
+async def test_a_refusal_reaches_the_client_in_its_protocol_and_costs_nothing(up, at):
     up.headers = {"retry-after": "7", "location": "http://127.0.0.1:1/"}
     up.refusal = orjson.dumps({"error": {"message": "secret words", "type": "x"}})
-    async with relaying(tmp_path, up) as (service, client):
+    async with at(up) as (service, client):
         for number, (status, (shown, code, words)) in enumerate(REFUSALS.items()):
             up.status = status
             for path in PATHS:
@@ -170,10 +171,10 @@ async def test_a_refusal_reaches_the_client_in_its_protocol_and_costs_nothing(up
         assert 4 * len(REFUSALS) == len(charges(service))
 
 
-async def test_a_prompt_that_is_too_long_is_told_as_clients_know_it(up, tmp_path):
+async def test_a_prompt_that_is_too_long_is_told_as_clients_know_it(up, at):
     said = "This model's maximum context length is 4000 tokens."
     up.status, up.refusal = 400, orjson.dumps({"error": {"message": said}})
-    async with relaying(tmp_path, up) as (_, client):
+    async with at(up) as (_, client):
         answer = await client.post(CHAT, json=body(CHAT))
         assert "context_length_exceeded" == answer.json()["error"]["code"]
         up.refusal = b"<html>"
@@ -181,9 +182,9 @@ async def test_a_prompt_that_is_too_long_is_told_as_clients_know_it(up, tmp_path
         assert (400, "invalid_value") == (answer.status_code, answer.json()["error"]["code"])
 
 
-async def test_another_site_is_tried_once_before_the_first_byte(up, tmp_path):
+async def test_another_site_is_tried_once_before_the_first_byte(up, at):
     with served(UpstreamServer()) as other:
-        async with relaying(tmp_path, up, other) as (service, client):
+        async with at(up, other) as (service, client):
             for stream in (False, True):
                 for status in (429, 500, 503):
                     up.status = status
@@ -208,9 +209,9 @@ async def test_another_site_is_tried_once_before_the_first_byte(up, tmp_path):
             assert 9 == len(charges(service))
 
 
-async def test_readiness_tells_when_no_site_answers_and_when_one_is_back(up, tmp_path, monkeypatch):
+async def test_readiness_tells_when_no_site_answers_and_when_one_is_back(up, at, monkeypatch):
     monkeypatch.undo()  # with its breaker
-    async with relaying(tmp_path, up) as (service, client):
+    async with at(up) as (service, client):
         assert 200 == (await client.get("/health/ready")).status_code
         up.status = 500
         for _ in range(3):
@@ -236,7 +237,7 @@ async def test_readiness_tells_when_no_site_answers_and_when_one_is_back(up, tmp
 
 
 async def test_a_site_that_comes_later_is_used_once_it_is_what_the_others_are(
-    up, tmp_path, monkeypatch, caplog
+    up, at, monkeypatch, caplog
 ):
     """Which keep tenants apart by `cache_salt`."""
     monkeypatch.setattr(upstreams, "JOIN_S", 0.02)
@@ -244,7 +245,7 @@ async def test_a_site_that_comes_later_is_used_once_it_is_what_the_others_are(
     with served(UpstreamServer()) as other:
         right = {**other.cards[0], "owned_by": "vllm"}
         other.lists = 503
-        async with relaying(tmp_path, other, up) as (_, client):
+        async with at(other, up) as (_, client):
 
             async def until(told):
                 async with asyncio.timeout(30):
@@ -291,10 +292,10 @@ NO_EVENTS: dict[str, bytes] = {
 }
 
 
-async def test_what_is_no_answer_is_an_error_without_its_words(up, tmp_path, monkeypatch):
+async def test_what_is_no_answer_is_an_error_without_its_words(up, at, monkeypatch):
     monkeypatch.setattr(passage, "MAX_ANSWER_BYTES", 2048)
     monkeypatch.setattr(passage, "MAX_EVENT_BYTES", 2048)
-    async with relaying(tmp_path, up) as (service, client):
+    async with at(up) as (service, client):
         for case, said in NO_ANSWERS.items():
             up.whole[CHAT] = said
             answer = await client.post(CHAT, json=body(CHAT))
@@ -357,7 +358,7 @@ async def test_a_body_that_ends_where_its_header_says_is_read_to_there(
 
 @pytest.mark.parametrize("price", ["3", "refused"])
 async def test_an_answer_without_a_count_costs_what_the_card_says_or_is_an_error(
-    up, tmp_path, monkeypatch, price
+    up, at, monkeypatch, price
 ):
     """And then the endpoint is left alone, as one that fails. Who leaves pays all the same."""
     monkeypatch.undo()  # with its breaker
@@ -366,7 +367,7 @@ async def test_an_answer_without_a_count_costs_what_the_card_says_or_is_an_error
     up.whole[CHAT] = compact({**WHOLE[CHAT], "usage": None})
     asked = [body(CHAT), body(CHAT, stream=True)]
     is_sold = price != "refused"
-    async with relaying(tmp_path, up) as (service, client):
+    async with at(up) as (service, client):
         card = card_text("told", priced("*", "0.1", "1", "2", unreported=price))
         service._money.accounts.apply_card(parse_card(card), by="test")
         whole, streamed = [await client.post(CHAT, json=each) for each in asked]
@@ -408,11 +409,11 @@ MOMENTS: dict[str, tuple[Script, Script]] = {
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_leaves_ends_the_work_and_pays_the_prompt_once_it_is_sent(
-    up, tmp_path, stream
+    up, at, stream
 ):
     """The endpoint may have computed it, and it bills the account for that."""
     asked = body(CHAT, stream=stream)
-    async with relaying(tmp_path, up) as (service, client):
+    async with at(up) as (service, client):
         for number, (moment, scripts) in enumerate(MOMENTS.items()):
             script = [*scripts[not stream], *STREAMS[CHAT][1] * 5000]
             up.script[CHAT] = up.whole[CHAT] = script
@@ -436,7 +437,7 @@ async def test_a_client_that_leaves_ends_the_work_and_pays_the_prompt_once_it_is
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("status", [400, 404, 429, 500])
 async def test_a_client_that_leaves_while_its_refusal_is_read_pays_nothing(
-    up, tmp_path, monkeypatch, stream, status
+    up, at, monkeypatch, stream, status
 ):
     """The endpoint has computed nothing, whatever it would have said. Its connection is closed."""
     reading, whole = asyncio.Event(), HttpAnswer.whole
@@ -445,7 +446,7 @@ async def test_a_client_that_leaves_while_its_refusal_is_read_pays_nothing(
         reading.set()
         return await whole(answer, most_bytes)
 
-    async with relaying(tmp_path, up) as (service, client):
+    async with at(up) as (service, client):
         monkeypatch.setattr(HttpAnswer, "whole", read)
         up.status, up.refusal = status, [b'{"error": ', WAIT, *[b" "] * 50_000]
         app = client._transport.app
@@ -462,9 +463,9 @@ async def test_a_client_that_leaves_while_its_refusal_is_read_pays_nothing(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_leaves_before_its_body_is_sent_pays_nothing(up, tmp_path, stream):
+async def test_a_client_that_leaves_before_its_body_is_sent_pays_nothing(up, at, stream):
     """Nobody takes it: neither the connection nor the bytes."""
-    async with relaying(tmp_path, up) as (service, client):
+    async with at(up) as (service, client):
         up.shutdown()
         up.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         large = body(CHAT, stream=stream, padding="x" * 4_000_000)
@@ -504,11 +505,11 @@ FOR_EVER: dict[str, tuple[Script, Script, dict[str, int]]] = {
 
 
 @pytest.mark.parametrize("case", FOR_EVER)
-async def test_an_endpoint_that_never_ends_is_given_up_after_a_while(up, tmp_path, case):
+async def test_an_endpoint_that_never_ends_is_given_up_after_a_while(up, at, case):
     """It is not silent: comments, events of nothing and spaces come for ever."""
     up.script[CHAT], up.whole[CHAT], sent = FOR_EVER[case]
     asked = body(CHAT, stream=True)
-    async with relaying(tmp_path, up, engine_max_time=1) as (service, client):
+    async with at(up, engine_max_time=1) as (service, client):
         whole = await client.post(CHAT, json=body(CHAT))
         assert (504, "engine_timeout") == refusal(whole)
         streamed = await client.post(CHAT, json=asked)
@@ -518,10 +519,10 @@ async def test_an_endpoint_that_never_ends_is_given_up_after_a_while(up, tmp_pat
         assert await asyncio.to_thread(up.left.wait, 30) and not sites(service)[0].num_in_flight
 
 
-async def test_the_server_stops_while_a_stream_passes(up, tmp_path):
+async def test_the_server_stops_while_a_stream_passes(up, at):
     head, text, *_ = STREAMS[CHAT]
     up.script[CHAT] = [*head, *text[:1], WAIT]
-    async with relaying(tmp_path, up) as (service, client):
+    async with at(up) as (service, client):
         app = client._transport.app  # type: ignore[attr-defined]
         visit = Visit(app, CHAT, body(CHAT, stream=True), host="localhost").start()
         await visit.first_text()
@@ -533,13 +534,13 @@ async def test_the_server_stops_while_a_stream_passes(up, tmp_path):
         assert "failed" == entry.details["outcome"]
 
 
-async def test_a_stream_ends_when_its_balance_is_used_up(up, tmp_path):
+async def test_a_stream_ends_when_its_balance_is_used_up(up, at):
     """What is held for 256 tokens of output and a part of the next slice is all there is."""
     head, text, *rest = STREAMS[CHAT]
     up.script[CHAT] = [*head, *text * 400, *(each for part in rest for each in part)]
     asked = body(CHAT, stream=True, max_tokens=2000)
     units = bound(**asked) * MISS + 300 * 2 * MISS
-    async with relaying(tmp_path, up) as (service, client):
+    async with at(up) as (service, client):
         headers = paying(service, units)
         answer = await client.post(CHAT, json=asked, headers=headers)
         assert "insufficient_balance" == code_at_the_end(CHAT, answer.content)
@@ -549,9 +550,9 @@ async def test_a_stream_ends_when_its_balance_is_used_up(up, tmp_path):
         assert 0 <= service._money.accounts.tenant("acme").balance
 
 
-async def test_an_answer_that_comes_whole_is_held_whole(up, tmp_path):
+async def test_an_answer_that_comes_whole_is_held_whole(up, at):
     """Nobody can end it when its balance is used up."""
-    async with relaying(tmp_path, up) as (service, client):
+    async with at(up) as (service, client):
         asked = body(CHAT, max_tokens=2000)
         headers = paying(service, bound(**asked) * MISS + 300 * 2 * MISS)
         refused = await client.post(CHAT, json=asked, headers=headers)
@@ -561,13 +562,13 @@ async def test_an_answer_that_comes_whole_is_held_whole(up, tmp_path):
         assert 200 == answer.status_code, answer.text
 
 
-async def test_thoughts_that_nobody_sees_are_held_before_they_are_charged(up, tmp_path):
+async def test_thoughts_that_nobody_sees_are_held_before_they_are_charged(up, at):
     told = {"prompt_tokens": PROMPT, "prompt_tokens_details": {"cached_tokens": CACHED}}
     usage = event({"choices": [], "usage": {**told, "completion_tokens": 1500}})
     head, text, end, _, done = STREAMS[CHAT]
     up.script[CHAT] = [*head, *text, *end, usage, *done]
     asked = body(CHAT, stream=True, max_tokens=2000)
-    async with relaying(tmp_path, up) as (service, client):
+    async with at(up) as (service, client):
         answer = await client.post(CHAT, json=asked)
         assert joined([*head, *text, *end, *done]) == answer.content
         assert 1500 == usage_of(charges(service)[0])["output"]
@@ -590,10 +591,10 @@ LIMITS = {
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("stream", [False, True])
 async def test_output_above_a_limit_that_the_endpoint_does_not_know_is_charged(
-    up, tmp_path, path, stream
+    up, at, path, stream
 ):
     """What the balance covers of it. Nothing is held below what the protocol's own fields say."""
-    async with relaying(tmp_path, up) as (service, client):
+    async with at(up) as (service, client):
         for number, limit in enumerate(LIMITS[path]):
             bare = {name: n for name, n in body(path).items() if not name.startswith("max_")}
             asked = bare | {"stream": stream, limit: 1}
@@ -609,8 +610,8 @@ async def test_output_above_a_limit_that_the_endpoint_does_not_know_is_charged(
             assert ALL | {"output": output} == usage_of(entry), name
 
 
-async def test_a_retry_with_its_key_gets_the_first_answer_and_pays_once(up, tmp_path):
-    async with relaying(tmp_path, up) as (service, client):
+async def test_a_retry_with_its_key_gets_the_first_answer_and_pays_once(up, at):
+    async with at(up) as (service, client):
         for number, path in enumerate(PATHS):
             for stream in (False, True):
                 key = {"idempotency-key": f"{number}-{stream}"}

@@ -32,9 +32,8 @@ class _Handler(Handler):
 
     def _is_known(self) -> bool:
         """vLLM asks for its key below /v1."""
-        self.server.asked_headers.append(
-            {each.lower(): self.headers[each] for each in self.headers}
-        )
+        sent = {name.lower(): value for name, value in self.headers.items()}
+        self.server.asked_headers.append(sent)
         given = self.headers.get("authorization", "").removeprefix("Bearer ")
         if self.server.key in ("", given) or not self.path.startswith("/v1"):
             return True
@@ -71,21 +70,14 @@ def event(payload: Any) -> bytes:
 
 
 def vllm_chunk(tokens: list[int], finish: str | None = None, **more: Any) -> bytes:
-    choice = {
-        "index": 0,
-        "text": "",
-        "token_ids": tokens,
-        "finish_reason": finish,
-        "logprobs": None,
-    }
-    return event({"choices": [{**choice, "stop_reason": None, **more}]})
+    choice = {"index": 0, "text": "", "token_ids": tokens, "finish_reason": finish}
+    return event({"choices": [{**choice, "logprobs": None, "stop_reason": None, **more}]})
 
 
 def vllm_usage(prompt: int, cached: Any = 0) -> bytes:
     details = None if cached is None else {"cached_tokens": cached}
-    return event(
-        {"choices": [], "usage": {"prompt_tokens": prompt, "prompt_tokens_details": details}}
-    )
+    usage = {"prompt_tokens": prompt, "prompt_tokens_details": details}
+    return event({"choices": [], "usage": usage})
 
 
 def vllm_about(
@@ -93,10 +85,8 @@ def vllm_about(
 ) -> dict[str, Any]:
     """What a vLLM 0.32 says of itself. It tokenizes everything to `tokens`."""
     card = {"id": name, "root": f"/models/{name}", "parent": None, "max_model_len": max_model_len}
-    one = {
-        "choices": [{"token_ids": [1]}],
-        "usage": {"prompt_tokens_details": {"cached_tokens": 0}},
-    }
+    usage = {"prompt_tokens_details": {"cached_tokens": 0}}
+    one = {"choices": [{"token_ids": [1]}], "usage": usage}
     config = 'vllm:cache_config_info{block_size="16",num_gpu_blocks="50"} 1.0\n'
     return {
         "/version": {"version": "0.32.0"},

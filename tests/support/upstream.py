@@ -69,24 +69,13 @@ def _text(text: str, finish: str | None = None) -> bytes:
     return event({"id": "t-1", "choices": [{"index": 0, "text": text, "finish_reason": finish}]})
 
 
-OPENAI_USAGE = {
-    "prompt_tokens": PROMPT,
-    "completion_tokens": OUTPUT,
-    "total_tokens": PROMPT + OUTPUT,
-    "prompt_tokens_details": {"cached_tokens": CACHED},
-}
-RESPONSES_USAGE = {
-    "input_tokens": PROMPT,
-    "input_tokens_details": {"cached_tokens": CACHED},
-    "output_tokens": OUTPUT,
-    "total_tokens": PROMPT + OUTPUT,
-}
-MESSAGES_USAGE = {
-    "input_tokens": PROMPT - CACHED,
-    "cache_read_input_tokens": CACHED,
-    "cache_creation_input_tokens": 0,
-    "output_tokens": OUTPUT,
-}
+_ALL, _HIT = {"total_tokens": PROMPT + OUTPUT}, {"cached_tokens": CACHED}
+OPENAI_USAGE: dict[str, Any] = {"prompt_tokens": PROMPT, "completion_tokens": OUTPUT, **_ALL}
+OPENAI_USAGE |= {"prompt_tokens_details": _HIT}
+RESPONSES_USAGE: dict[str, Any] = {"input_tokens": PROMPT, "output_tokens": OUTPUT, **_ALL}
+RESPONSES_USAGE |= {"input_tokens_details": _HIT}
+MESSAGES_USAGE = {"input_tokens": PROMPT - CACHED, "cache_read_input_tokens": CACHED}
+MESSAGES_USAGE |= {"cache_creation_input_tokens": 0, "output_tokens": OUTPUT}
 _MESSAGE = {"id": "msg_1", "type": "message", "role": "assistant", "model": "up"}
 _RESPONSE = {"id": "resp_1", "object": "response", "model": "up", "output": []}
 _TEXT = {"type": "output_text", "text": "Hi!"}
