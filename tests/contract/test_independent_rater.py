@@ -143,13 +143,9 @@ def card_text(draw, number, valid_from, tenant):
             lines.append("valid_until = 2025-01-20T00:00:00Z")
     windows = draw.random() < 0.5
     if windows:
-        lines += ["[[window]]", 'name = "night"', 'start = "22:30"', 'end = "06:15"']
+        lines += ['[[window]]\nname = "night"\nstart = "22:30"\nend = "06:15"']
         lines += [
-            "[[window]]",
-            'name = "noon"',
-            'start = "11:00"',
-            'end = "13:00"',
-            'days = ["mon", "sun"]',
+            '[[window]]\nname = "noon"\nstart = "11:00"\nend = "13:00"\ndays = ["mon", "sun"]'
         ]
     lines += ["[[group]]", 'name = "friends"', 'tenants = ["bolt"]', 'factor = "0.85"']
     if draw.random() < 0.5:
@@ -172,12 +168,8 @@ def card_text(draw, number, valid_from, tenant):
         if windows:
             lines += ["[model.night]", f"hit = {price(2)}", "[model.noon]", f"output = {price(9)}"]
         elif draw.random() < 0.7:
-            lines += [
-                "[[model.above]]",
-                "prompt_tokens = 1000",
-                f"miss = {price(9)}",
-                f"hit = {price(2)}",
-            ]
+            lines += ["[[model.above]]\nprompt_tokens = 1000"]
+            lines += [f"miss = {price(9)}", f"hit = {price(2)}"]
             lines += ["[[model.above]]", "prompt_tokens = 3000", f"output = {price(90)}"]
     return "\n".join(lines) + "\n"
 
@@ -200,11 +192,9 @@ def test_an_independent_rater_agrees_with_every_charge(tmp_path, seed):
             if draw.random() < 0.1:
                 tenant = draw.choice(["acme", "bolt"])
                 ends = house.clock() + draw.randrange(1, 40 * 86_400) * 10**9
-                about = {"reference": f"g{number}", "by": "eve"}
+                about = {"reference": f"g{number}", "by": "eve", "expires_ns": ends}
                 amount = draw.randrange(1, 10**11)
-                house.ledger.post(
-                    Deposit(tenant, Kind.GRANT, amount=amount, expires_ns=ends, **about)
-                ).result()
+                house.ledger.post(Deposit(tenant, Kind.GRANT, amount=amount, **about)).result()
             if draw.random() < 0.1:
                 house.ledger.sweeper.expire()
             tenant, model = draw.choice(["acme", "bolt"]), draw.choice(["small", "big-1", "big-2"])

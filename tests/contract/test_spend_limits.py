@@ -272,30 +272,25 @@ def test_a_pins_past_hour_needs_no_check(house):
     assert 2 == len([e for e in entries_of(house.ledger.store) if e.kind is Kind.CHARGE])
 
 
-OF_R2 = "WHERE request_id = 'r2'"
+def swapped(old, new, name="r2", more=""):
+    return (
+        f"UPDATE entries SET body = replace(body, '{old}', '{new}'){more} "
+        f"WHERE request_id = '{name}'"
+    )
+
+
+MORE = ", postings = 'topup:-60000000 revenue:60000000'"
+UNCHECKED = "UPDATE entries SET body = json_remove(body, '$.limits', '$.held')"
 FORGERIES = {
-    "a charge that takes more": (
-        "limited",
-        """UPDATE entries SET body = replace(body, '"output":3', '"output":30'),
-        postings = 'topup:-60000000 revenue:60000000' WHERE request_id = 'r1'""",
-    ),
-    "a hold of more": (
-        "limited",
-        f"""UPDATE entries SET body = replace(body, '"held":"6', '"held":"60') {OF_R2}""",
-    ),
-    "a charge that nobody checked": (
-        "limited",
-        f"UPDATE entries SET body = json_remove(body, '$.limits', '$.held') {OF_R2}",
-    ),
-    "a check under a decision of later": (
-        "limited",
-        f"""UPDATE entries SET body = replace(body, '{{"cap":', '{{"cap":9') {OF_R2}""",
-    ),
+    "a charge that takes more": ("limited", swapped('"output":3', '"output":30', "r1", MORE)),
+    "a hold of more": ("limited", swapped('"held":"6', '"held":"60')),
+    "a charge that nobody checked": ("limited", f"{UNCHECKED} WHERE request_id = 'r2'"),
+    "a check under a decision of later": ("limited", swapped('{"cap":', '{"cap":9')),
     "a limit raised by nobody": ("decided", "UPDATE budgets SET amount = '99000000000000'"),
     "a limit dropped by nobody": ("decided", "DELETE FROM budgets"),
     "an account without its mark": (
         "projected",
-        "UPDATE accounts SET limited = 0 WHERE tenant = 'acme'",
+        "UPDATE accounts SET limited = 0 WHERE limited = 1",
     ),
     "less spent": ("projected", "UPDATE spending SET charged = '0'"),
 }
