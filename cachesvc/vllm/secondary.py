@@ -67,6 +67,11 @@ class Options:
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> "Options":
         """Raises ValueError for what is missing, unknown or no size."""
+        if "node" in given:
+            raise ValueError(
+                "the cachesvc tier keeps a dir and uses no node; engines that share blocks through "
+                "a `cachesvc node` have CachesvcConnector in place of OffloadingConnector"
+            )
         check_options(
             given,
             needed=("dir", "bytes"),
