@@ -101,7 +101,7 @@ def create_app(
     app.add_exception_handler(RequestValidationError, _refuse)
     app.add_middleware(BodyBound, max_bytes=wire.settings.max_body_bytes)
     app.add_middleware(PageHeaders)
-    app.add_middleware(RequestLogger)
+    app.add_middleware(RequestLogger, observe=wire.observe_http)
     if wire.settings.cors_origins:
         app.add_middleware(PublicCors, origins=wire.settings.cors_origins)
     return app

@@ -132,3 +132,4 @@ class Collaborators:
     settings: WireSettings
     readiness: Callable[[], Readiness]
     render_metrics: Callable[[], tuple[bytes, str]]  # body and its content type
+    observe_http: Callable[[str, int, float], None] = lambda path, status, seconds: None

@@ -1,4 +1,4 @@
-"""The outermost middleware: request ids, uncaught errors, and one log line per request.
+"""The outermost middleware: request ids, uncaught errors, one log line and one count per request.
 
 The id is the client's X-Request-Id if that is a valid name. Every answer carries it. Pure ASGI, so
 that a stream passes through without a copy.
@@ -7,6 +7,7 @@ that a stream passes through without a copy.
 import logging
 import time
 import uuid
+from collections.abc import Callable
 from typing import Any
 
 import orjson
@@ -22,14 +23,19 @@ from billing.gate.outcomes import Outcome
 logger = logging.getLogger(__name__)
 request_logger = structlog.get_logger("api.request")
 
+CLIENT_GONE = 499  # nginx' code for a client that left before the answer
 QUIET = frozenset({"/health", "/health/ready", "/metrics"})  # polled every few seconds
 
 
 class RequestLogger:
-    """Opens a `RequestLog` for each HTTP request and logs it when its response has ended."""
+    """Opens a `RequestLog` for each HTTP request and logs it when its response has ended.
 
-    def __init__(self, app: ASGIApp) -> None:
+    `observe` is told the path, the status and the seconds of each.
+    """
+
+    def __init__(self, app: ASGIApp, observe: Callable[[str, int, float], None]) -> None:
         self._app = app
+        self._observe = observe
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -69,15 +75,15 @@ class RequestLogger:
 
     def _write(self, log: RequestLog, status: int | None) -> None:
         """`status` is None if nothing was sent because the client had disconnected."""
-        path = log.facts.get("path")
+        path, took_ns = log.facts["path"], time.monotonic_ns() - log.arrival_ns
+        self._observe(path, status or CLIENT_GONE, took_ns / 1e9)
         if path in QUIET and status == 200:
             return
-        duration_ms = round((time.monotonic_ns() - log.arrival_ns) / 1e6, 3)
         request_logger.info(
             "request",
             request_id=log.request_id,
             status=status,
-            duration_ms=duration_ms,
+            duration_ms=round(took_ns / 1e6, 3),
             **{name: fact for name, fact in log.facts.items() if fact is not None},
         )
 

@@ -16,6 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import cachesvc
 from api.access.fair_pool import encoder_pool
@@ -45,7 +46,7 @@ from cachesvc.operator.storage_meter import StorageMeter
 from cachesvc.server.backend import Backend, MakeBackend
 from cachesvc.server.connection import http_config
 from cachesvc.server.dashboard import Dashboard
-from cachesvc.server.http import Asgi, HttpServer, Timed
+from cachesvc.server.http import HttpServer
 from cachesvc.server.listen import listen, url_of
 from cachesvc.server.money import Money
 from cachesvc.server.request_memory import RequestMemory
@@ -110,7 +111,7 @@ class Service:
         self._memory.start()
         self._encoders = encoder_pool()
 
-    def app(self, meter: LedgerMeter) -> Asgi:
+    def app(self, meter: LedgerMeter) -> Callable[..., Any]:
         money, server = self._money, self._settings.server
         wire = Collaborators(
             access=Access(
@@ -136,9 +137,10 @@ class Service:
             ),
             readiness=self._watch.readiness,
             render_metrics=self.metrics.render,
+            observe_http=self.metrics.observe_http,
         )
         self._app = create_app(wire, admin=self.dashboard.parts, version=cachesvc.__version__)
-        return Timed(self._app, self.metrics)
+        return self._app
 
     def start(self) -> None:
         """Starts the ledger, the app and the engine, whose first steps warm it up."""

@@ -205,8 +205,7 @@ class Delivery:
         opening = b"" if self._started else self.wire.opening(served.usage)
         events = opening + self._chunks(held) + self.wire.closing(served, bill, self.asked)
         await self._keep(served, b"".join(self._kept) + events)
-        await self._begin_events(send)
-        await self._write(send, _part(events, more=False))
+        await self._write(send, *self._begin_events(), _part(events, more=False))
 
     async def _keep(self, served: Served, answer: bytes) -> None:
         if self.keep is not None and served.outcome is not Outcome.CLIENT_GONE:
@@ -223,33 +222,35 @@ class Delivery:
     async def _send_events(self, send: Send, deltas: Sequence[Delta]) -> None:
         opening = b"" if self._started else self.wire.opening(self.generation.usage())
         if events := opening + (self._chunks(deltas) if deltas else KEEPALIVE):
-            await self._begin_events(send)
-            await self._write(send, _part(events, more=True))
+            await self._write(send, *self._begin_events(), _part(events, more=True))
 
-    async def _begin_events(self, send: Send) -> None:
-        if not self._started:
-            self._started = True
-            headers = {**self.headers, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-            await self._write(send, _start(200, EVENT_STREAM, headers))
+    def _begin_events(self) -> list[dict[str, Any]]:
+        """The start of the answer; nothing if it has started."""
+        if self._started:
+            return []
+        self._started = True
+        headers = {**self.headers, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        return [_start(200, EVENT_STREAM, headers)]
 
     async def _send_whole(
         self, send: Send, status: int, body: bytes, headers: Mapping[str, str]
     ) -> None:
         self._started, self._status = True, status
         headers = {**headers, "Content-Length": str(len(body))}
-        await self._write(send, _start(status, "application/json", headers))
-        await self._write(send, _part(body, more=False))
+        start = _start(status, "application/json", headers)
+        await self._write(send, start, _part(body, more=False))
 
-    async def _write(self, send: Send, message: dict[str, Any]) -> None:
-        """Sends one message, unless the client disconnects or stops reading."""
-        if self.keep is not None and "body" in message:
-            self._kept.append(message["body"])
+    async def _write(self, send: Send, *messages: dict[str, Any]) -> None:
+        """Sends messages, unless the client disconnects or stops reading."""
+        if self.keep is not None:
+            self._kept += [message["body"] for message in messages if "body" in message]
         if self._gone:
             return
         self._first_byte_ns = self._first_byte_ns or time.monotonic_ns()
         try:
             async with asyncio.timeout(self.write_timeout_s):
-                await send(message)
+                for message in messages:
+                    await send(message)
         except OSError:  # a broken connection, or TimeoutError, which is an OSError
             self.client_gone()
 

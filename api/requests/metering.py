@@ -288,6 +288,14 @@ def _terms(principal: Principal, job: Job, prompt_tokens: int) -> Terms:
 
 async def durable(future: "Future[Made]") -> Made:
     """The ledger's answer. Cancelling the waiter does not cancel the ledger's work."""
-    if future.done():  # it needs no turn of the loop
-        return future.result()
-    return await asyncio.shield(asyncio.wrap_future(future))
+    if not future.done():  # else it needs no turn of the loop
+        loop = asyncio.get_running_loop()
+        answered = loop.create_future()
+        future.add_done_callback(lambda _: loop.call_soon_threadsafe(_wake, answered))
+        await answered
+    return future.result()
+
+
+def _wake(waiter: "asyncio.Future[None]") -> None:
+    if not waiter.done():  # else it was cancelled
+        waiter.set_result(None)

@@ -55,6 +55,39 @@ def http_config(app: Callable[..., Any], **options: Any) -> uvicorn.Config:
     )
 
 
+class _HeadsJoined:
+    """A transport that writes the head of an answer together with its first bytes.
+
+    uvicorn writes them one after the other in one turn of the loop. Each write is a system call and
+    wakes the client. A head that nothing follows is written at the end of the turn.
+    """
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport = transport
+        self._loop = loop
+        self._head = b""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        head, self._head = self._head, b""
+        if data.startswith(b"HTTP/1.1 ") and not head:
+            self._head = data
+            self._loop.call_soon(self._end_turn)
+        else:
+            self._transport.write(head + data)
+
+    def close(self) -> None:
+        self._end_turn()
+        self._transport.close()
+
+    def _end_turn(self) -> None:
+        head, self._head = self._head, b""
+        if head and not self._transport.is_closing():
+            self._transport.write(head)
+
+
 class BoundedConnection(HttpToolsProtocol):
     """Invariant: while a request arrives, a timer runs that ends the connection.
 
@@ -86,7 +119,7 @@ class BoundedConnection(HttpToolsProtocol):
     _unread_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
+        super().connection_made(_HeadsJoined(transport, self.loop))  # type: ignore[arg-type]
         self._waiting_since_s = self.loop.time()
         self._wait_for(self.head_s)
         if len(self.connections) > self.max_connections and not self._close_longest_waiting():

@@ -1,28 +1,17 @@
-"""The HTTP server: its signals and its response counts. Event loop only."""
+"""The HTTP server and its signals. Event loop only."""
 
 import asyncio
 import contextlib
 import logging
 import signal
 import socket
-import time
-from collections.abc import Awaitable, Callable, Iterator, MutableMapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import uvicorn
 
-from cachesvc.observability.metrics import Metrics
 from cachesvc.server.supervisor import stop_signals
 
 logger = logging.getLogger(__name__)
-
-CLIENT_GONE = 499  # nginx' code for a client that left before the answer
-
-_Message = MutableMapping[str, Any]
-_Receive = Callable[[], Awaitable[_Message]]
-_Send = Callable[[_Message], Awaitable[None]]
-Asgi = Callable[[MutableMapping[str, Any], _Receive, _Send], Awaitable[None]]
 
 
 class HttpServer(uvicorn.Server):
@@ -70,31 +59,3 @@ class HttpServer(uvicorn.Server):
             logger.info(f"{number.name}: ending {len(self.server_state.tasks)} running requests")
             for task in self.server_state.tasks:
                 task.cancel()
-
-
-@dataclass(frozen=True, slots=True)
-class Timed:
-    app: Asgi
-    metrics: Metrics
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        started = time.perf_counter()
-        status: int | None = None
-
-        async def watch(message: _Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
-        try:
-            await self.app(scope, receive, watch)
-        except Exception:
-            status = status or 500
-            raise
-        finally:
-            elapsed_s = time.perf_counter() - started
-            self.metrics.observe_http(scope["path"], status or CLIENT_GONE, elapsed_s)

@@ -68,7 +68,7 @@ def _takes_colours(out: TextIO) -> bool:
 
 
 def mask_keys(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
-    return {
-        key: KEY_PATTERN.sub(r"\1***", value) if isinstance(value, str) else value
-        for key, value in event.items()
-    }
+    for key, value in event.items():
+        if isinstance(value, str) and "sk-" in value:
+            event[key] = KEY_PATTERN.sub(r"\1***", value)
+    return event

@@ -160,6 +160,8 @@ class WorkingCopies:
                 gain = 2 * _num_shared(copy.owners, wanted) - len(copy.owners)
                 if gain > saved:
                     best, saved = copy, gain
+                    if gain == len(wanted):  # none can save more
+                        break
         if best is None:
             return None
         del self._ended[best]

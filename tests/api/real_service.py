@@ -44,9 +44,8 @@ def real_service(data_dir, model, **more):
 async def served(data_dir, model, **more):
     """The same with a client of it."""
     with real_service(data_dir, model, **more) as (service, app, _):
-        inner = app.app  # lifespans are the application's
         async with (
-            inner.router.lifespan_context(inner),
+            app.router.lifespan_context(app),
             httpx.AsyncClient(
                 transport=httpx.ASGITransport(app), base_url="http://localhost"
             ) as client,

@@ -74,7 +74,7 @@ def fuzzed(folder):
     save_tiny_model(model)
     with real_service(folder / "data", model) as (service, app, money):
         money.accounts.create_tenant(TENANT, "CNY", by="test")
-        yield service, app.app, NAMES | {"model": str(model)}
+        yield service, app, NAMES | {"model": str(model)}
     with contextlib.closing(open_store(database_url(folder / "data"))) as store:
         assert Prover(store).prove().proof.problems == []
 

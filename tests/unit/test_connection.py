@@ -259,3 +259,39 @@ async def test_an_idle_connection_outlives_proxies_and_clients():
     server.close()
     connection.transport.abort()
     await server.wait_closed()
+
+
+@pytest.mark.parametrize("pauses", [False, True])
+async def test_a_head_is_written_with_what_follows_it_in_one_turn_of_the_loop(pauses):
+    writes, may_end = [], asyncio.Event()
+
+    class Noted:
+        def __init__(self, transport):
+            self._transport = transport
+
+        def __getattr__(self, name):
+            return getattr(self._transport, name)
+
+        def write(self, data):
+            writes.append(data)
+            self._transport.write(data)
+
+    async def app(scope, receive, send):
+        async def paused(message):
+            if pauses and message["type"] == "http.response.body":
+                await may_end.wait()
+            await send(message)
+
+        await echo(scope, receive, paused)
+
+    def connection_made(self, transport):
+        BoundedConnection.connection_made(self, Noted(transport))
+
+    async with connected(app, connection_made=connection_made) as (reader, writer):
+        for _ in range(2):
+            writer.write(POST + b"b" * 20)
+            await reader.readuntil(b"\r\n\r\n") if pauses else None
+            may_end.set()
+            assert (await reader.readuntil(b"b" * 20)).endswith(b"b" * 20)
+            may_end.clear()
+    assert (2 if pauses else 1) * 2 == len(writes)

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from api.request_log import RequestLogger
 from cachesvc.config.errors import ConfigError
 from cachesvc.config.sections import ServerSection
-from cachesvc.server.http import Timed
 from cachesvc.server.listen import bind, check_address, is_loopback, listen
 from cachesvc.server.startup import Startup
 from cachesvc.server.watch import ServerWatch
@@ -44,22 +44,13 @@ def test_of_two_servers_that_start_on_one_port_the_second_is_told():
             listen(other)
 
 
-class Recorder:
-    """Stands for the metrics."""
-
-    def __init__(self):
-        self.seen = []
-
-    def observe_http(self, route, code, seconds):
-        assert seconds >= 0
-        self.seen.append((route, code))
-
-
 def drive(app, path):
     async def nothing(*_):
         return {"type": "http.request"}
 
-    asyncio.run(app({"type": "http", "path": path}, nothing, nothing))
+    asyncio.run(
+        app({"type": "http", "method": "GET", "path": path, "headers": ()}, nothing, nothing)
+    )
 
 
 def test_responses_are_counted_by_their_code_also_when_they_fail():
@@ -67,15 +58,15 @@ def test_responses_are_counted_by_their_code_also_when_they_fail():
         if scope["path"] == "/broken":
             raise ZeroDivisionError
         if scope["path"] != "/left":
-            await send({"type": "http.response.start", "status": 204})
+            await send({"type": "http.response.start", "status": 200, "headers": ()})
 
-    recorder = Recorder()
-    timed = Timed(answer, recorder)
-    drive(timed, "/fine")
-    with pytest.raises(ZeroDivisionError):
-        drive(timed, "/broken")
-    drive(timed, "/left")
-    assert [("/fine", 204), ("/broken", 500), ("/left", 499)] == recorder.seen
+    seen = []
+    logged = RequestLogger(answer, lambda path, code, seconds: seen.append((path, code, seconds)))
+    for path in ("/fine", "/health", "/broken", "/left"):
+        drive(logged, path)
+    counted = [("/fine", 200), ("/health", 200), ("/broken", 500), ("/left", 499)]
+    assert counted == [(path, code) for path, code, _ in seen]
+    assert all(0 <= seconds < 60 for _, _, seconds in seen)
 
 
 def test_a_server_whose_engine_is_dead_ends():
