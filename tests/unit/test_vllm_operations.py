@@ -6,10 +6,10 @@ from contextlib import closing
 import pytest
 
 from cachesvc.server.vllm import node_operations as module
-from cachesvc.server.vllm.node import ElsewhereError
 from cachesvc.server.vllm.node_operations import NodeOperations
 from cachesvc.vllm.groups import KvGroup
 from cachesvc.vllm.identity import group_roots, rank_roots
+from engine.errors import ElsewhereError
 from tests.patience import until
 from tests.unit.test_node_socket import LAYOUT, ROOT, below, joined, prompt, serving, write
 from tiers.blocks.chain import Chain, KeyedPrefix

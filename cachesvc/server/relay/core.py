@@ -18,8 +18,8 @@ from api.relay.protocol import CHAT, COMPLETIONS, RESPONSES
 from api.served_model import Endpoint
 from cachesvc.config.errors import ConfigError
 from cachesvc.config.settings import Settings
+from cachesvc.server.backend import CoreElsewhere, NoBlocks, cache_stats
 from cachesvc.server.vllm.arguments import asked_context
-from cachesvc.server.vllm.core import CoreElsewhere, NoBlocks, cache_stats
 from engine.errors import EngineAway, ModelError, RemoteAway, RemoteFault
 from engine.openmp import run_apart
 from engine.promise import Equal, Promise

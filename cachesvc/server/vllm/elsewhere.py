@@ -18,10 +18,10 @@ from cachesvc.config.errors import ConfigError
 from cachesvc.config.places import disk_path, models_path
 from cachesvc.config.settings import Settings
 from cachesvc.model_files import UnsupportedKv
+from cachesvc.server.backend import CoreElsewhere, NoBlocks, cache_stats
 from cachesvc.server.memory import of_vllm, warn_of_limit
 from cachesvc.server.vllm.arguments import asked_context, is_cpu, rank_of, serve_flags
 from cachesvc.server.vllm.child import VllmChild
-from cachesvc.server.vllm.core import CoreElsewhere, NoBlocks, cache_stats
 from cachesvc.server.vllm.node import ensure_node
 from cachesvc.server.vllm.node_operations import NodeOperations
 from cachesvc.vllm.identity import adapter_digest

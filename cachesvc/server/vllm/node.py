@@ -15,7 +15,6 @@ from cachesvc.config.sections import CacheSection, ZmqTable
 from cachesvc.config.vllm import node_environment
 from cachesvc.operator.quotas import labelled
 from cachesvc.server.remote import remote_settings
-from engine.errors import EngineError
 from tiers.errors import ConfigurationError, NodeError
 from tiers.node.counters import NodeCounters
 
@@ -24,10 +23,6 @@ logger = logging.getLogger(__name__)
 START_S = 60.0
 TIMEOUT_S = 5.0
 _RUN = "import sys; from cachesvc.cli import main; sys.argv[0] = 'cachesvc'; main()"
-
-
-class ElsewhereError(EngineError):
-    """The blocks are not in this process; the message says where they are."""
 
 
 def ensure_node(

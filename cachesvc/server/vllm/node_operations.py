@@ -14,11 +14,11 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, TypeVar
 
-from cachesvc.server.vllm.node import TIMEOUT_S, ElsewhereError
+from cachesvc.server.vllm.node import TIMEOUT_S
 from cachesvc.server.vllm.node_pins import NodePins
 from cachesvc.server.vllm.node_prefixes import KvParts, KvPrefix, Nodes
 from cachesvc.vllm.groups import KvGroup
-from engine.errors import RemoteFault
+from engine.errors import ElsewhereError, RemoteFault
 from tiers.blocks.chain import Chain
 from tiers.blocks.keys import PrefixKey
 from tiers.errors import NodeError
