@@ -1,6 +1,4 @@
-"""A request's usage in disjoint classes. Pure values, made by `api.requests.metering` and stored by
-the ledger.
-"""
+"""A request's usage in disjoint classes. Pure values, made in `api` and stored by the ledger."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -29,7 +27,7 @@ class TokenClass(NamedTuple):
     rate: str = ""
 
 
-TOKEN_CLASSES = (  # a class is one line here, and a field of `Usage` and `Rates`
+TOKEN_CLASSES = (  # a class is one line here, a field of `Usage` and of `Rates`, and its price
     TokenClass("hit_device", tier="device"),
     TokenClass("hit_host", tier="host"),
     TokenClass("hit_disk", tier="disk"),

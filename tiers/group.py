@@ -162,7 +162,7 @@ class CacheGroup:
         return unsaved
 
     def open(self, chain: Chain) -> Ticket:
-        """Pins the cached part of the chain's prefix and asks the disk for the rest."""
+        """Holds the cached part of the chain's prefix and asks the disk for the rest."""
         return self._promoter.open(chain)
 
     def advance(self, ticket: Ticket) -> Progress:

@@ -62,7 +62,9 @@ def _running(found: tuple[str, str] | None) -> dict[str, Any]:
 
 
 def shown(name: str, value: Any) -> str:
-    """A value as a user writes it, with passwords in URLs masked."""
+    """A value as a user writes it, with passwords in URLs masked; `-` where there is none."""
+    if value is None:
+        return "-"
     if isinstance(value, BaseModel):
         value = value.model_dump(exclude_defaults=True)
     if name == MODELS and isinstance(value, list):

@@ -1,4 +1,4 @@
 """Paged attention: the reference, and the fast paths with the same signature.
 
-`base` picks the path. Block tables come from `tiers.tables`.
+`engine.execution.runner` picks the path. Block tables come from `tiers.tables`.
 """

@@ -24,7 +24,7 @@ from engine.remote.metrics import counters_in
 from engine.remote.protocol import Protocol
 from engine.request import Request, TokenCounts
 from engine.stats import EngineUse
-from tiers.remote.breaker import StoreBreaker
+from tiers.remote.breaker import Breaker
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class Upstream:
         self._refused = ""  # why what answers there is not used
         self.counters: dict[str, float] = {}
         self.num_in_flight = 0
-        self._breaker = StoreBreaker()
+        self._breaker = Breaker()
         self._missed_probe = False
         self._prompt_tokens = self._hit_tokens = self._errors = 0
 

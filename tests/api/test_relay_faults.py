@@ -41,7 +41,7 @@ from tests.support.upstream import (
     joined,
     stream_of,
 )
-from tiers.remote.breaker import StoreBreaker
+from tiers.remote.breaker import Breaker
 
 pytestmark = pytest.mark.anyio
 MISS = 1_000_000  # units, of the launch card
@@ -50,7 +50,7 @@ MISS = 1_000_000  # units, of the launch card
 @pytest.fixture(autouse=True)
 def patient(monkeypatch):
     """A site that fails is asked again at once, except where that is the subject."""
-    monkeypatch.setattr(StoreBreaker, "failed", lambda self: None)
+    monkeypatch.setattr(Breaker, "failed", lambda self: None)
 
 
 @pytest.fixture

@@ -59,6 +59,7 @@ def test_a_formatted_duration_reads_back_the_same(seconds):
         ("cache.idle_ttl", 43200.0, "12h"),
         ("server.max_body_bytes", 16 << 20, "16MiB"),
         ("cache.disk_bytes", 1 << 30, "1GiB"),
+        ("cache.disk_reserve_bytes", None, "-"),
         ("cache.quotas", {"acme": 64 << 20}, "acme=64MiB"),
         ("server.require_keys", True, "true"),
         ("engine.max_running", 64, "64"),

@@ -31,7 +31,7 @@ from engine.settings import EngineSettings
 from tests.support.requests import request
 from tiers.blocks.contents import Content
 from tiers.errors import MissReason
-from tiers.remote.breaker import StoreBreaker
+from tiers.remote.breaker import Breaker
 
 WAIT_S = 30.0
 Event = dict[str, Any]
@@ -194,7 +194,7 @@ def test_an_engine_that_came_later_is_not_given_what_it_would_drop():
 
 def test_an_engine_is_asked_nothing_until_it_is_found_whatever_answers_before(monkeypatch, caplog):
     monkeypatch.setattr(upstreams, "JOIN_S", 0.0)
-    monkeypatch.setattr(StoreBreaker, "allows", lambda self: True)
+    monkeypatch.setattr(Breaker, "allows", lambda self: True)
     remote = Remote(protocol=SGLang(deterministic=False), model="m", max_tokens=9, block_size=16)
     answers, before = [KeyError("data"), remote], []
 

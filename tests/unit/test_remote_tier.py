@@ -12,7 +12,7 @@ from tests.support.memory_tier import MemoryTier
 from tiers.blocks.keys import CacheScope
 from tiers.disk.open import open_disk
 from tiers.errors import ConfigurationError, MissReason
-from tiers.remote.breaker import FAILURES, StoreBreaker
+from tiers.remote.breaker import FAILURES, Breaker
 from tiers.remote.objects import RemoteError, open_objects, shown_url
 from tiers.remote.seal import Seal, read_seal
 from tiers.remote.settings import RemoteWrites
@@ -184,7 +184,7 @@ def test_sealed_records_are_read_with_the_key_only(server, objects):
 def test_a_store_that_fails_is_left_alone_and_asked_again(server, objects):
     """Misses at once while the breaker is open; hits again when the store is back."""
     now = [0.0]
-    breaker = StoreBreaker(lambda: now[0])
+    breaker = Breaker(lambda: now[0])
     one, two = server("one"), server("two", breaker=breaker)
     store(one, blocks())
     objects.broken = True

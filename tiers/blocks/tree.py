@@ -160,7 +160,7 @@ def _take(node: TreeNode, view: BlockView, num_tokens: int) -> None:
     node.num_tokens += len(view.tokens) // TOKEN_BYTES
     node.places.append(view.place)
     node.tiers.append(view.tiers)
-    node.num_in_use += view.pins > 0
+    node.num_in_use += view.num_requests > 0
     node.num_clean += view.is_clean
     node.hits = max(node.hits, view.hits)
     node.hit_tokens += view.hits * (len(view.tokens) // TOKEN_BYTES)

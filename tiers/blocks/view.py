@@ -19,5 +19,5 @@ class BlockView(NamedTuple):
     hits: int
     idle_s: float
     age_s: float  # since it entered the cache, as far as the tier knows
-    pins: int = 0  # running requests that use it
+    num_requests: int = 0  # running requests that use it
     is_clean: bool = False  # a lower tier holds it too: evicting it costs nothing

@@ -48,6 +48,6 @@ def block_view(block: Block, now_s: float) -> BlockView:
         hits=block.hits,
         idle_s=block.idle_s(now_s),
         age_s=now_s - block.created_s,
-        pins=block.ref_count,
+        num_requests=block.ref_count,
         is_clean=block.held_below or (block.slot is not None and block.frame is not None),
     )

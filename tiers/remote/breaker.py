@@ -10,7 +10,7 @@ FIRST_PAUSE_S = 1.0
 MOST_PAUSE_S = 60.0
 
 
-class StoreBreaker:
+class Breaker:
     """Closed, or open until a given time. Then the outcome of one call decides. Any thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

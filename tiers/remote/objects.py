@@ -17,7 +17,7 @@ from urllib.parse import parse_qs, unquote, urlsplit, urlunsplit
 
 from tiers.disk.storage import PageBuffer
 from tiers.errors import ConfigurationError, TierError
-from tiers.remote.breaker import StoreBreaker
+from tiers.remote.breaker import Breaker
 
 DELETE_AT_ONCE = 512
 S3_CONNECTIONS = 16  # an object of a bucket arrives at some 100 MB/s, after some 20 ms
@@ -196,7 +196,7 @@ class _ClusterObjects(_RedisObjects):
             require_full_coverage=False,
             **_limits(timeout_s),
         )
-        self._breakers: dict[str, StoreBreaker] = {}
+        self._breakers: dict[str, Breaker] = {}
 
     def read(self, names: Sequence[str], take: Take) -> None:
         def ask(client: Any, numbers: Sequence[int]) -> None:
@@ -239,7 +239,7 @@ class _ClusterObjects(_RedisObjects):
         error: RemoteError | None = None
         num_done = 0
         for name, (node, numbers) in groups.items():
-            breaker = self._breakers.setdefault(name, StoreBreaker())
+            breaker = self._breakers.setdefault(name, Breaker())
             if not breaker.allows():
                 error = error or RemoteError(f"the node {name} has failed and is left alone")
                 continue

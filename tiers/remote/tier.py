@@ -28,7 +28,7 @@ from tiers.disk.format.payload import decode
 from tiers.disk.format.record import check_payload, is_block, unpack_header
 from tiers.disk.reader import Scratch
 from tiers.errors import MissReason
-from tiers.remote.breaker import StoreBreaker
+from tiers.remote.breaker import Breaker
 from tiers.remote.objects import DELETE_AT_ONCE, ObjectStore, RemoteError
 from tiers.remote.seal import Seal
 from tiers.tier import Loaded, Removed, TierName, TierStats
@@ -72,7 +72,7 @@ class RemoteTier:
         read_record: Record,
         *,
         seal: Seal | None = None,
-        breaker: StoreBreaker | None = None,
+        breaker: Breaker | None = None,
     ) -> None:
         self._objects = objects
         self._block_bytes = layout.nbytes
@@ -81,7 +81,7 @@ class RemoteTier:
         self._layout_digest = layout.digest()
         self._read_record = read_record
         self._seal = seal
-        self.breaker = breaker or StoreBreaker()
+        self.breaker = breaker or Breaker()
         self.economy = LoadEconomy()
         self._scratch = Scratch(layout.torch_dtype.itemsize)
         self._lock = threading.Lock()
@@ -197,10 +197,6 @@ class RemoteTier:
         except Full:
             delivery.sent.set_result(0)
         return delivery.sent
-
-    @property
-    def num_waiting(self) -> int:
-        return self._waiting.qsize()
 
     def _publish_all(self) -> None:
         while (key := self._waiting.get()) is not None:

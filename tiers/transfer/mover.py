@@ -1,7 +1,7 @@
 """The threads that read and write the disk tier, so that the engine thread never has to.
 
 The engine thread submits jobs and checks `job.done` once per step. Loads run on a few reader
-threads. Stores run on one writer thread, since an LMDB write transaction belongs to a thread. Both
+threads. Stores come from one writer thread, and the disk has a thread for each shard. Both
 queues are bounded: a job that does not fit is refused at once, and the caller counts it. Stores
 wait while loads are under way, because a request waits for a load and nobody waits for a store.
 """

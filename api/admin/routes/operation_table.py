@@ -4,8 +4,8 @@ A row names a function of `billing.operations`, or of `api.admin.cache`, and its
 /admin/api. The rest is in the function's signature. An argument that the path names is there; the
 others are a GET's query parameters or the fields of a POST's body. Words and bounds are
 `billing.operations.arguments`. `by` is the caller. A `why` means that the function changes
-something, which only an admin may. `api.admin.routes.derived` makes the routes from the rows, and
-the commands and the forms of the pages call them.
+something, which only an admin may. `api.admin.routes.derived` makes the routes from the rows. The
+forms of the pages send to them, and the commands on money call the same functions.
 
 Functions are named, not imported, so a command imports only the one that it calls.
 """
@@ -113,5 +113,5 @@ _BY_NAME: Mapping[str, Operation] = {row.name: row for row in TABLE}
 
 
 def operation_of(function: Callable[..., Any]) -> Operation:
-    """The row of this function of `billing.operations`."""
+    """The row of this function."""
     return _BY_NAME[f"{function.__module__.rpartition('.')[2]}.{function.__name__}"]
