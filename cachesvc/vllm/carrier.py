@@ -24,7 +24,7 @@ from cachesvc.vllm.identity import EngineIdentity
 from cachesvc.vllm.link import NodeLink
 from cachesvc.vllm.locked import LockedMemory
 from cachesvc.vllm.slabs import BlockCopier, copier_of, slabs_of
-from cachesvc.vllm.transfers import GroupBlocks, Transfer, Transferred, run_bounds
+from cachesvc.vllm.transfers import GroupBlocks, Transfer, Transferred
 from tiers.blocks.layout import BlockLayout
 from tiers.node.arena import SharedMemory, frame_stride
 from tiers.node.client import NodeClient
@@ -171,7 +171,7 @@ class Carrier:
 
     def _load_run(self, piece: GroupBlocks, begin: int, end: int, node: NodeClient) -> int:
         """Loads blocks [begin, end) of a piece. Returns the number of leading ones loaded."""
-        frames = node.lease(piece.ids[self._rank][begin:end])
+        frames = node.lease(piece.part(self._rank)[begin:end])
         assert node.memory is not None
         blocks = piece.blocks[begin : begin + len(frames)]
         with self._rows(node.memory, frames) as rows:
@@ -182,12 +182,12 @@ class Carrier:
     def _save(self, transfer: Transfer) -> None:
         for piece in transfer.pieces:
             link = self._links[1][self._identity.groups[piece.group].layout]
-            for begin, end in run_bounds(piece, self._rank):
+            for begin, end in piece.runs(self._rank):
                 link.attempt(partial(self._save_run, piece, begin, end))
         self._saved(transfer)
 
     def _save_run(self, piece: GroupBlocks, begin: int, end: int, node: NodeClient) -> None:
-        pairs = node.reserve(piece.ids[self._rank][begin:end])
+        pairs = node.reserve(piece.part(self._rank)[begin:end])
         assert node.memory is not None
         frames = [frame for _, frame in pairs]
         blocks = [piece.blocks[begin + position] for position, _ in pairs]

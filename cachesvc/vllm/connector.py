@@ -22,7 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from cachesvc.model_files import UnsupportedKv
 from cachesvc.vllm.carrier import Carrier
-from cachesvc.vllm.identity import identity_of
+from cachesvc.vllm.identity import check_parallel, identity_of
 from cachesvc.vllm.link import NodeLink
 from cachesvc.vllm.planner import Planner
 from cachesvc.vllm.reports import Reporter
@@ -81,6 +81,7 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 'cachesvc needs "kv_load_failure_policy": "recompute" in --kv-transfer-config, so '
                 "that a block that cannot be loaded is computed and no request fails for it"
             )
+        check_parallel(vllm_config.parallel_config)
         self._planner: Planner | None = None
         self._carrier: Carrier | None = None
         self._reporter: Reporter | None = None

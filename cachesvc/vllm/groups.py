@@ -6,7 +6,7 @@ group has what it needs: all of its blocks, those of its last tokens, or the sta
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import lcm, prod
 from typing import Any
 
@@ -25,6 +25,7 @@ class KvGroup:
     window: int | None = None  # tokens that the next one sees, itself included
     chunk: int | None = None  # tokens that see only each other
     is_aligned: bool = False  # a state, kept only where vLLM says so
+    is_shared: bool = False  # the same on every rank of tensor parallelism, as MLA's latents are
 
     @property
     def block_size(self) -> int:
@@ -48,14 +49,15 @@ class KvGroup:
 
 def describe_group(group: KvGroup) -> dict[str, Any]:
     """What a server must know of a group, as JSON."""
-    needs = {"window": group.window, "chunk": group.chunk}
+    needs = {"window": group.window, "chunk": group.chunk, "is_shared": group.is_shared}
     return {"number": group.number, "layout": describe_layout(group.layout), **needs}
 
 
 def described_group(fields: Any) -> KvGroup:
     """The inverse of `describe_group`. The layers' names are left out."""
     layout = described_layout(fields["layout"])
-    return KvGroup(int(fields["number"]), (), layout, fields["window"], fields["chunk"])
+    window, chunk, is_shared = (fields[name] for name in ("window", "chunk", "is_shared"))
+    return KvGroup(int(fields["number"]), (), layout, window, chunk, is_shared=is_shared)
 
 
 def groups_of(config: Any, kv_cache: Any) -> tuple[KvGroup, ...]:
@@ -95,14 +97,14 @@ def _group(number: int, spec: Any, layers: tuple[str, ...], speculates: bool) ->
         # A state is what the next token sees of the one before it.
         is_aligned = spec.mamba_cache_mode == "align"
         return KvGroup(number, layers, _states(spec, len(layers)), 2, None, is_aligned)
-    layout = _tokens(spec, len(layers))
+    group = KvGroup(number, layers, _tokens(spec, len(layers)), is_shared=spec.max_tp_shards == 1)
     if isinstance(spec, kv.ChunkedLocalAttentionSpec):
-        return KvGroup(number, layers, layout, chunk=spec.attention_chunk_size)
+        return replace(group, chunk=spec.attention_chunk_size)
     if isinstance(spec, kv.SlidingWindowSpec):
         retained = getattr(spec, "extra_retained_tokens", 0)
-        return KvGroup(number, layers, layout, spec.sliding_window + retained)
+        return replace(group, window=spec.sliding_window + retained)
     if isinstance(spec, kv.FullAttentionSpec):
-        return KvGroup(number, layers, layout)
+        return group
     raise UnsupportedKv(f"KV of vLLM's {type(spec).__name__} is not served")
 
 

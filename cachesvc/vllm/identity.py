@@ -3,7 +3,7 @@
 The scheduler and every worker compute the same identity from the same configuration. It covers the
 content of the weights, everything that affects how KV is computed or laid out, and the rank. So
 blocks that one rank stores for a group of layers are found by the same rank of another engine for
-that group, and by nothing else.
+that group, and by nothing else. Where all ranks have the same, the first one stores it for all.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from typing import Any
 
 import xxhash
 
-from cachesvc.model_files import UnsupportedKv, files_digest, weights_digest
+from cachesvc.model_files import files_digest, weights_digest
 from cachesvc.vllm.groups import KvGroup, groups_of
 from tiers.blocks.keys import CacheScope, PrefixKey
 from tiers.blocks.layout import BlockLayout
@@ -54,8 +54,13 @@ class EngineIdentity:
             scope = replace(scope, tenant=tenant_of(request.cache_salt))
         if request.lora_request is not None:
             scope = replace(scope, adapter=adapter_digest(request.lora_request.lora_path))
-        roots = group_roots(scope.root(), len(self.groups))
-        return [rank_roots(root, self.num_ranks) for root in roots]
+        return roots_of(scope.root(), self.groups, self.num_ranks)
+
+
+def roots_of(root: PrefixKey, groups: Sequence[KvGroup], num_ranks: int) -> list[list[PrefixKey]]:
+    """Of a scope's blocks: for each group, on each rank, or on one where all have the same."""
+    each = zip(groups, group_roots(root, len(groups)), strict=True)
+    return [rank_roots(first, 1 if group.is_shared else num_ranks) for group, first in each]
 
 
 def group_roots(root: PrefixKey, num_groups: int) -> list[PrefixKey]:
@@ -91,17 +96,27 @@ def tenant_of(salt: str) -> bytes:
 
 def identity_of(config: Any, kv_cache: Any) -> EngineIdentity:
     """The identity of an engine with this `VllmConfig` and `KVCacheConfig`. Raises Unsupported."""
-    parallel = config.parallel_config
-    if parallel.pipeline_parallel_size > 1:
-        raise UnsupportedKv("pipeline parallelism keeps other layers on every rank")
-    if getattr(parallel, "decode_context_parallel_size", 1) > 1:
-        raise UnsupportedKv("decode context parallelism spreads one block over several ranks")
     groups, model = groups_of(config, kv_cache), config.model_config
     scope = CacheScope(
         weights=weights_digest(model.model, model.revision) + model.compute_hash().encode(),
         layout=_described(config, kv_cache, groups),
     )
-    return EngineIdentity(scope, groups, parallel.tensor_parallel_size)
+    return EngineIdentity(scope, groups, config.parallel_config.tensor_parallel_size)
+
+
+def check_parallel(parallel: Any) -> None:
+    """Raises ValueError for parallelism in which ranks share neither layers nor blocks. Replicas of
+    the engine (`data_parallel_size`) are engines of their own."""
+    for field, why in (
+        ("pipeline_parallel_size", "each rank would keep other layers"),
+        ("decode_context_parallel_size", "a block would be spread over several ranks"),
+        ("prefill_context_parallel_size", "a block would be spread over several ranks"),
+    ):
+        if (size := getattr(parallel, field, 1)) > 1:
+            raise ValueError(
+                f"cachesvc does not serve {field}={size}: {why}. Use tensor_parallel_size or "
+                "data_parallel_size, or start vLLM without this connector"
+            )
 
 
 def contents_of(features: Sequence[Any], num_blocks: int, block_size: int) -> list[bytes]:

@@ -4,15 +4,28 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from cachesvc.vllm.chains import RankIds
+from tiers.blocks.keys import BlockId
 
 
 @dataclass(frozen=True, slots=True)
 class GroupBlocks:
-    """Blocks of one group. `ids[r][i]` is rank r's part of block i; `blocks` are vLLM's numbers."""
+    """Blocks of one group. `ids[r][i]` is rank r's part of block i, or that of all if there is one;
+    `blocks` are vLLM's numbers."""
 
     group: int
     ids: RankIds
     blocks: tuple[int, ...]
+
+    def part(self, rank: int) -> tuple[BlockId, ...]:
+        """What this rank loads."""
+        return self.ids[rank if len(self.ids) > 1 else 0]
+
+    def runs(self, rank: int) -> list[tuple[int, int]]:
+        """The bounds of the runs of consecutive blocks that this rank stores."""
+        ids = self.ids[rank] if rank < len(self.ids) else ()
+        breaks = [n for n in range(1, len(ids)) if ids[n].parent != ids[n - 1].key]
+        bounds = [0, *breaks, len(ids)]
+        return list(pairwise(bounds)) if ids else []
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +51,3 @@ class Transferred:
     failed: set[str] = field(default_factory=set)
     failed_blocks: set[int] = field(default_factory=set)
     saved: list[str] = field(default_factory=list)
-
-
-def run_bounds(piece: GroupBlocks, rank: int) -> list[tuple[int, int]]:
-    """The bounds of the runs of consecutive blocks in a piece."""
-    ids = piece.ids[rank]
-    breaks = [n for n in range(1, len(ids)) if ids[n].parent != ids[n - 1].key]
-    bounds = [0, *breaks, len(ids)]
-    return list(pairwise(bounds)) if ids else []

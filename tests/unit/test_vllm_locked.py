@@ -219,8 +219,8 @@ def kv_like_vllm(seed=None, num_blocks=12):
 
 
 @contextmanager
-def carrying(path, kv, *, locks=False):
-    carrier = Carrier(IDENTITY, path, rank=0)
+def carrying(path, kv, *, locks=False, rank=0):
+    carrier = Carrier(IDENTITY, path, rank)
     carrier.start(kv, 12)
     if locks:
         carrier._locked[LAYOUT] = LockedMemory(path, LAYOUT, CPU)
@@ -274,6 +274,23 @@ def test_what_one_engine_stored_another_loads_with_every_byte_also_after_a_resta
                 assert torch.equal(
                     kept[name][:, [3, 7, 1, 0, 11]], source[name][:, [6, 2, 4, 8, 10]]
                 )
+
+
+def test_what_all_ranks_have_alike_the_first_stores_and_all_load(path):
+    """Both tell the end of the store: vLLM waits for all ranks."""
+    ids, kvs = prompt(1, 3), (kv_like_vllm(3), kv_like_vllm(4))
+    with serving(path), ExitStack() as held:
+        ranks = [held.enter_context(carrying(path, kv, rank=n)) for n, kv in enumerate(kvs)]
+        client = held.enter_context(joined(path))
+        assert set() == moved(ranks[1], [], [transfer(ids, 3, 7, 1)])
+        assert [] == client.probe(ids)
+        assert set() == moved(ranks[0], [], [transfer(ids, 3, 7, 1)])
+        assert 3 == len(client.probe(ids)) == client.stats()["pools"][0]["stored"]
+        for rank in ranks:
+            assert {9} == moved(rank, [transfer(prompt(1, 4), 2, 5, 8, 9)], [])
+        for name in ("a", "b"):
+            stored = kvs[0][name][:, [3, 7, 1]]
+            assert all(torch.equal(stored, kv[name][:, [2, 5, 8]]) for kv in kvs)
 
 
 def test_a_load_in_a_step_is_there_when_the_step_computes(path):

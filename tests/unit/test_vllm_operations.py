@@ -8,7 +8,7 @@ import pytest
 from cachesvc.server.vllm import node_operations as module
 from cachesvc.server.vllm.node_operations import NodeOperations
 from cachesvc.vllm.groups import KvGroup
-from cachesvc.vllm.identity import group_roots, rank_roots
+from cachesvc.vllm.identity import rank_roots, roots_of
 from engine.errors import ElsewhereError
 from tests.patience import until
 from tests.unit.test_node_socket import LAYOUT, ROOT, below, joined, prompt, serving, write
@@ -119,7 +119,7 @@ def test_pins_stay_shown_while_the_node_is_away(path):
 
 GROUPS = (
     KvGroup(0, (), LAYOUT),
-    KvGroup(1, (), LAYOUT, window=6),
+    KvGroup(1, (), LAYOUT, window=6, is_shared=True),
     KvGroup(2, (), state_layout(1, 100, 4, "float32"), window=2),
 )
 TOKENS = [1] * 21  # five blocks and a tail
@@ -136,7 +136,7 @@ class Parts:
 
     def runs(self):
         for number, group in enumerate(GROUPS):
-            for root in rank_roots(group_roots(ROOT, 3)[number], self.num_ranks):
+            for root in roots_of(ROOT, GROUPS, self.num_ranks)[number]:
                 ids = block_ids(root, token_bytes(TOKENS), 4)
                 yield number, self.clients[group.layout], ids
 

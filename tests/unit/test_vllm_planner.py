@@ -2,14 +2,14 @@
 
 import threading
 from contextlib import ExitStack
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
-from cachesvc.model_files import UnsupportedKv
 from cachesvc.vllm.chains import RequestChains
 from cachesvc.vllm.groups import KvGroup
-from cachesvc.vllm.identity import EngineIdentity, group_roots, identity_of, rank_roots
+from cachesvc.vllm.identity import EngineIdentity, check_parallel, group_roots, rank_roots
 from cachesvc.vllm.planner import Planner
 from tiers.blocks.keys import CacheScope
 from tiers.node.messages import engine_layout, state_layout
@@ -305,6 +305,8 @@ def test_ranks_tenants_and_adapters_have_roots_of_their_own():
     asked = [*identity.roots_of(request()), *identity.roots_of(request(salt="t"))]
     roots = [root for group in asked for root in group]
     assert len(set(roots)) == 12
+    shared = EngineIdentity(SCOPE, (WHOLE, replace(WINDOW, is_shared=True)), 3).roots_of(request())
+    assert [roots[:3], roots[3:4]] == shared, "what all ranks have alike is one rank's"
     alone = EngineIdentity(SCOPE, (WHOLE,), 1).roots_of(request())
     assert [roots[:1]] == alone, "the first is it all"
 
@@ -496,12 +498,15 @@ def test_blocks_of_a_request_that_is_preempted_are_given_up(planning):
 
 
 @pytest.mark.parametrize(
-    ("parallel", "why"),
+    "field",
     [
-        ({"pipeline_parallel_size": 2}, "pipeline parallelism"),
-        ({"pipeline_parallel_size": 1, "decode_context_parallel_size": 2}, "context parallelism"),
+        "pipeline_parallel_size",
+        "decode_context_parallel_size",
+        "prefill_context_parallel_size",
     ],
 )
-def test_ranks_that_share_neither_layers_nor_blocks_are_refused(parallel, why):
-    with pytest.raises(UnsupportedKv, match=why):
-        identity_of(SimpleNamespace(parallel_config=SimpleNamespace(**parallel)), None)
+def test_ranks_that_share_neither_layers_nor_blocks_are_refused_by_name(field):
+    served = {"tensor_parallel_size": 8, "data_parallel_size": 2, field: 1}
+    check_parallel(SimpleNamespace(**served))
+    with pytest.raises(ValueError, match=f"{field}=2"):
+        check_parallel(SimpleNamespace(**served | {field: 2}))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from cachesvc.vllm.chains import RequestChains
 from cachesvc.vllm.groups import KvGroup, alignment
-from cachesvc.vllm.identity import group_roots, rank_roots
+from cachesvc.vllm.identity import roots_of
 from cachesvc.vllm.lookup import longest_prefix, probe_ranks
 from tiers.blocks.chain import Chain
 from tiers.blocks.keys import TOKEN_BYTES, BlockId, PrefixKey
@@ -70,7 +70,7 @@ class KvParts:
 
     def roots(self, root: PrefixKey) -> list[list[PrefixKey]]:
         """Of a scope's blocks: for each group, on each rank."""
-        return [rank_roots(each, self.num_ranks) for each in group_roots(root, len(self.groups))]
+        return roots_of(root, self.groups, self.num_ranks)
 
 
 class KvPrefix:

@@ -1,0 +1,101 @@
+"""Two ranks of tensor parallelism over one node: the same tokens, each hit counted once, and a pin
+and a purge that reach every part. MLA's latents are the same on both, and are stored once."""
+
+import time
+from contextlib import closing
+from itertools import count
+
+import pytest
+from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
+
+from cachesvc.server.vllm.node_operations import NodeOperations
+from cachesvc.vllm.reports import Reports
+from tests.patience import until
+from tests.vllm.processes import Engine, RunningNode, connector
+from tests.vllm.test_connector import COMMON, EXPERTS, block_size, llama, prompt, saved
+from tiers.blocks.chain import Chain
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
+
+PROMPT, OTHER = prompt(1, 700), prompt(2, 500)
+
+
+def deepseek():
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "v_head_dim": 128}
+    latents = {"kv_lora_rank": 512, "q_lora_rank": None}  # as vLLM's kernel for a CPU wants them
+    return DeepseekV2ForCausalLM(
+        DeepseekV2Config(
+            **{**COMMON, **heads, **latents, **EXPERTS, "num_hidden_layers": 2},
+            qk_rope_head_dim=64,
+            qk_nope_head_dim=128,
+            n_routed_experts=4,
+            first_k_dense_replace=2,
+            moe_intermediate_size=64,
+            n_shared_experts=1,
+        )
+    )
+
+
+def is_back(node):
+    """Whether anyone else has joined it."""
+    return node.stats()["num_clients"] > 1
+
+
+@pytest.mark.parametrize(("make", "num_parts"), [(llama, 2), (deepseek, 1)])
+def test_two_ranks_are_one_engine_to_hits_pins_and_purges(make, num_parts, tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # both on one node of memory
+    folder, options = saved(make, tmp_path / "model"), {"skip_tokenizer_init": True}
+    options |= {"tensor_parallel_size": 2, "gpu_memory_utilization": 0.2}
+    alone = Engine(folder, None, tmp_path / "alone.log", **options)
+    try:
+        expected, other = (alone.generate(ids)[0]["tokens"] for ids in (PROMPT, OTHER))
+    finally:
+        alone.kill()
+    node = RunningNode(tmp_path)
+    node.start()
+    with closing(Reports(tmp_path / "reports.sock")) as reports:
+        told = connector(node.socket, weigh_loads=False, reports=str(reports.path))
+        engine = Engine(folder, None, tmp_path / "ours.log", kv_transfer_config=told, **options)
+
+        seeds = count(3)
+
+        def ask(ids, tokens, tier):
+            engine.forget()
+            node.until_on_disk()
+            (answer,) = engine.generate(ids)
+            whole = (len(ids) - 1) // block_size(node) * block_size(node)
+            hits = {tier: whole} if tier else {}
+            assert (tokens, hits) == (answer["tokens"], answer["hits"])
+            return whole // block_size(node)
+
+        try:
+            reports.take()
+            ready = reports.engine
+            assert expected == engine.generate(PROMPT)[0]["tokens"]
+            num_blocks = ask(PROMPT, expected, "host")
+            computed = len(PROMPT) + 11  # the last of 12 tokens is only sampled
+            assert num_parts * (computed // block_size(node)) == node.pool()["stored"]
+            ask(OTHER, other, None)
+            ask(OTHER, other, "host")
+            with closing(
+                NodeOperations(
+                    *(node.socket, ready.groups, ready.num_ranks),
+                    forget=lambda: engine.forget() or True,
+                    in_flight=frozenset,
+                )
+            ) as operations:
+                root, size = ready.scope.root(), block_size(node)
+                until_s = time.time() + 3600
+                operations.pin("system", Chain(root, PROMPT, size), until_s)
+                assert num_parts * num_blocks == node.pool()["pinned_blocks"]
+                operations.saved().result(120)
+                node.stop()
+                node.start()
+                until(lambda: engine.generate(prompt(next(seeds), 200)) and is_back(node))
+                ask(PROMPT, expected, "disk")
+                purged = operations.purge([root]).result(120)
+                assert 0 == purged.num_left == node.pool()["num_blocks"]
+                ask(PROMPT, expected, None)
+        finally:
+            engine.kill()
+            node.kill()
