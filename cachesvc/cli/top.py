@@ -31,11 +31,12 @@ def top(
         float, typer.Option("--interval", "-i", min=0.2, help="Seconds between updates")
     ] = 1.0,
 ) -> None:
-    """Watch the running server: queues, tiers, hit rates, latencies, tenants. q leaves, p holds.
+    """Watch the running server: queues, tiers, hit rates, latencies. q leaves, p holds.
 
     hit is the share of prompt tokens that the cache served. hits/s, in/s and out/s are blocks that
     a tier served, got and lost. idle p50 is how long lost blocks lay unused: shorter than your
-    users' pauses means that the tier is too small. The bars are the last two minutes.
+    users' pauses means that the tier is too small. The bars are the last two minutes. What each
+    tenant uses is in `cachesvc usage`.
 
     Needs a terminal; for scripts use `/admin/api/stats` or `/metrics`.
     """
@@ -86,9 +87,8 @@ class Screen:
         return key != "q"
 
     def drawn(self, console: Console) -> Group:
-        """The screen at the console's size. Tenants that do not fit are left off at the end."""
-        width, height = console.size
-        reading, tenants = self._reading, []
+        """The screen at the console's width."""
+        width, reading = console.width, self._reading
         alarms = [self._trouble] if self._trouble else []
         lines: list[Text | Table] = []
         if reading is not None:
@@ -97,21 +97,14 @@ class Screen:
             alarms += model.alarms(reading)
             lines += map(Text, model.summary(reading, width))
             lines += (Text(each, "green") for each in model.spark_lines(reading, width))
-            tiers = model.tier_rows(reading, self._before)
-            lines.append(_table(model.TIER_COLUMNS, tiers, width))
-            tenants = model.tenant_rows(reading, self._before)
+            lines.append(_table(model.tier_rows(reading, self._before), width))
         lines[1:1] = (Text(each, "white on red") for each in alarms)
-        above = sum(len(console.render_lines(each)) for each in lines)
-        shown = tenants[: max(0, height - above - 2)]  # below the headings, above the keys
-        lines.append(_table(model.TENANT_COLUMNS, shown, width))
-        more = len(tenants) - len(shown)
-        lines.append(Text(KEYS + (f"  {more} more tenants" if more else ""), "dim"))
-        return Group(*lines)
+        return Group(*lines, Text(KEYS, "dim"))
 
 
-def _table(columns: tuple[str, ...], rows: list[list[str]], width: int) -> Table:
-    right = [name for name in columns if name not in model.WORDS]
-    return fitting_table(columns, rows, width, right=right, spare=model.SPARE)[0]
+def _table(rows: list[list[str]], width: int) -> Table:
+    columns = model.TIER_COLUMNS
+    return fitting_table(columns, rows, width, right=columns[1:], spare=model.SPARE)[0]
 
 
 @contextmanager

@@ -1,4 +1,4 @@
 """What `cachesvc top` shows: the running server on one screen of a terminal.
 
-source ─► Reading (one snapshot, its history, its tenants) ─► model: rows and lines
+source ─► Reading (one snapshot and its history) ─► model: rows and lines
 """

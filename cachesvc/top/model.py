@@ -1,7 +1,6 @@
 """Turns readings into the screen's content: pure functions over the admin routes' JSON."""
 
 from collections.abc import Mapping, Sequence
-from decimal import Decimal
 from typing import Any
 
 from api.format import percent, seconds, size
@@ -13,13 +12,7 @@ BARS = " ▁▂▃▄▅▆▇█"
 
 
 TIER_COLUMNS = ("tier", "blocks", "used", "of", "fill", "hits/s", "in/s", "out/s", "idle p50")
-TENANT_COLUMNS = (
-    *("tenant", "req/s", "requests", "prompt", "hit", "output", "cost", "saved", "balance"),
-    "currency",
-)
-WORDS = ("tier", "tenant", "currency")  # columns of no numbers
-NAME_WIDTH = 20
-SPARE = ("currency", "output", "saved", "prompt", "req/s", "idle p50", "out/s", "in/s", "blocks")
+SPARE = ("idle p50", "out/s", "in/s", "blocks")
 
 
 def headline(reading: Reading) -> str:
@@ -144,67 +137,8 @@ def tier_rows(reading: Reading, before: Reading | None) -> list[list[str]]:
     return rows
 
 
-def tenant_rows(reading: Reading, before: Reading | None) -> list[list[str]]:
-    """One row for each tenant, those with the most requests first."""
-    old = {row["tenant"]: row for row in before.usage} if before is not None else {}
-    elapsed_s = reading.at_s - before.at_s if before is not None else 0.0
-    balances = {row["tenant"]: row for row in reading.tenants}
-    used = {row["tenant"]: row for row in reading.usage}
-    names = sorted({**balances, **used})
-    names.sort(key=lambda name: -used.get(name, {}).get("requests", 0))
-    return [
-        _tenant(name, used.get(name, {}), old.get(name), balances.get(name), elapsed_s)
-        for name in names
-    ]
-
-
-def _tenant(
-    name: str,
-    used: Mapping[str, Any],
-    old: Mapping[str, Any] | None,
-    balance: Mapping[str, Any] | None,
-    elapsed_s: float,
-) -> list[str]:
-    requests, prompt = used.get("requests", 0), used.get("prompt_tokens", 0)
-    grown = requests - old["requests"] if old is not None else 0
-    rate = grown / elapsed_s if elapsed_s > 0 else 0.0
-    return [
-        _clipped(name),
-        f"{rate:.1f}",
-        str(requests),
-        _count(prompt),
-        percent(used.get("hit_tokens", 0), prompt),
-        _count(used.get("output_tokens", 0)),
-        _money(used.get("amount", "0")),
-        _money(used.get("saved", "0")),
-        _money(balance["balance"] if balance is not None else "0"),
-        used.get("currency", ""),
-    ]
-
-
-def _clipped(name: str) -> str:
-    """A long name without its middle, so that names that begin alike differ."""
-    if len(name) <= NAME_WIDTH:
-        return name
-    end = NAME_WIDTH // 2
-    return f"{name[: NAME_WIDTH - end - 1]}…{name[-end:]}"
-
-
 def _short(model: str) -> str:
     return model.rstrip("/").rpartition("/")[2]
-
-
-def _money(amount: str) -> str:
-    """An amount with fewer digits for the screen. The bill itself is never rounded."""
-    value = Decimal(amount)
-    return f"{value:.2f}" if abs(value) >= 100 else f"{value:.5f}"
-
-
-def _count(number: int) -> str:
-    for bound, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if number >= bound:
-            return f"{number / (1e3 if unit == 'k' else bound):.3g}{unit}"
-    return str(number)
 
 
 def _rate(growth: float, elapsed_s: float) -> str:

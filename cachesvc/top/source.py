@@ -1,4 +1,4 @@
-"""Reads the running server for `top`, in three requests to its admin routes. Any thread."""
+"""Reads the running server for `top`, in two requests to its admin routes. Any thread."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -25,8 +25,6 @@ class Reading:
     url: str
     stats: Mapping[str, Any]  # /admin/api/stats
     history: Mapping[str, Sequence[float | None]]  # by the names in SPARKS
-    usage: Sequence[Mapping[str, Any]]  # of each tenant, all time
-    tenants: Sequence[Mapping[str, Any]]  # their balances
     at_s: float = field(default_factory=time.time)
 
 
@@ -43,6 +41,4 @@ class LiveSource:
             self._server.url,
             self._server.get("/admin/api/stats"),
             {name: history[series] for name, series in SPARKS.items()},
-            self._server.get("/admin/api/usage"),
-            self._server.get("/admin/api/tenants"),
         )

@@ -73,29 +73,7 @@ def reading(turn=0, **engine):
         "output tok/s": [each * 1.5 for each in wave],
     }
     assert history.keys() == SPARKS.keys()
-    usage = [
-        used("acme", 4000 + 7 * turn, 0.91),
-        used("globex", 900 + turn, 0.34),
-        used("initech", 120, 0.0),
-    ]
-    tenants = [{"tenant": name, "balance": "12.50"} for name in ("acme", "globex", "initech")]
-    return Reading(
-        "http://127.0.0.1:8000", stats, history, usage, tenants, at_s=1_795_239_810.0 + turn
-    )
-
-
-def used(tenant, requests, hit):
-    prompt = requests * 2048
-    return {
-        "tenant": tenant,
-        "currency": "CNY",
-        "requests": requests,
-        "prompt_tokens": prompt,
-        "hit_tokens": int(prompt * hit),
-        "output_tokens": requests * 80,
-        "amount": f"{prompt * (1 - hit) / 1e6:.6f}",
-        "saved": f"{prompt * hit * 0.9 / 1e6:.6f}",
-    }
+    return Reading("http://127.0.0.1:8000", stats, history, at_s=1_795_239_810.0 + turn)
 
 
 class Readings:
@@ -141,16 +119,6 @@ def row(lines, name):
 def test_no_size_of_terminal_breaks_it(size):
     lines, _ = drawn(shown(times=2), size=size)
     assert max(map(len, lines)) <= size[0]
-
-
-def test_tenants_below_the_last_line_are_counted():
-    def many(turn):
-        return replace(reading(turn), usage=[used(f"t{n:02}", 900 - n, 0.5) for n in range(40)])
-
-    lines, _ = drawn(shown(Readings(many)))
-    assert 24 == len(lines)
-    assert "32 more tenants" in lines[-1]
-    assert lines[-2].startswith("t10 ")
 
 
 def test_at_80_columns_every_percentile_is_seen():
@@ -213,23 +181,16 @@ def test_what_must_be_known_at_once_is_on_top():
 
 
 def test_a_narrow_screen_cuts_no_figure():
-    """A long name pushed all figures out of 60 columns."""
-    long = "customer-with-a-rather-long-name-of-its-own-"
-
-    def named(turn):
-        usage = [used(long + each, 900, 0.5) for each in "ab"]
-        return replace(reading(turn), usage=usage, tenants=[])
-
-    lines, _ = drawn(shown(Readings(named), times=2), size=(60, 30))
-    assert max(map(len, lines)) <= 60
-    assert ["tenant", "requests", "hit", "cost", "balance"] == row(lines, "tenant")
-    assert 5 == len(row(lines, "customer-…-its-own-a")) == len(row(lines, "customer-…-its-own-b"))
+    lines, _ = drawn(shown(times=2), size=(45, 30))
+    assert max(map(len, lines)) <= 45
+    assert ["tier", "used", "of", "fill", "hits/s"] == row(lines, "tier")
+    assert 5 == len(row(lines, "device")) == len(row(lines, "host"))
 
 
 def test_keys_reach_it_and_it_leaves_the_terminal_as_it_was():
     program = "from tests.unit.test_top import *; watch(Readings(), 3600); print(input('left'))"
     with on_a_terminal([sys.executable, "-c", program], Path(__file__).parents[2]) as terminal:
-        terminal.read_until("acme")
+        terminal.read_until("device")
         terminal.type("p")
         terminal.read_until("[paused]")
         terminal.type("q")
