@@ -60,7 +60,7 @@ REMOVED = {
     "/health/ready says why it does not serve",
     "invoice": "the billing system that `cachesvc usage export` feeds issues invoices; "
     "`cachesvc usage` has its statements",
-    "diff": "`cachesvc explain`, with two requests",
+    "diff": "send both; `cachesvc explain ID` of the second names the token at which it diverges",
     "monitor": "block events are published at `events.zmq`, in vLLM's format; see docs/events.md",
     "latency": "`cachesvc top` and the dashboard show percentiles, GET /metrics has them",
 }

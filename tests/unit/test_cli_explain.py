@@ -1,10 +1,10 @@
-"""What `cachesvc explain` prints, of what a server told them."""
+"""What `cachesvc explain` asks and prints."""
 
 import pytest
 from typer.testing import CliRunner
 
 from cachesvc.cli import app, explain
-from cachesvc.cli.explain import _diff_lines, _quote_lines
+from cachesvc.cli.explain import _quote_lines
 
 QUOTE = {
     "prompt_tokens": 100,
@@ -21,20 +21,6 @@ QUOTE = {
         "window": "standard",
     },
 }
-
-
-def test_the_caret_stands_under_the_first_token_that_differs():
-    told = {
-        "same": False,
-        "at_token": 12,
-        "tokens": [40, 41],
-        "before": "It is\n",
-        "after": ["Monday, the", "Tuesday, the"],
-    }
-    said, one, other, caret = _diff_lines(told, "a.json", "b.json")
-    assert "12 tokens are the same, of 40 and 41" == said
-    assert ("M", "T", "^") == (one[caret.index("^")], other[caret.index("^")], caret.strip())
-    assert ["the same prompt, 7 tokens"] == _diff_lines({"same": True, "at_token": 7}, "a", "b")
 
 
 def test_a_quote_says_where_hits_come_from_and_what_they_cost():
@@ -68,12 +54,11 @@ def test_a_file_is_a_request_that_was_not_sent_and_else_it_is_an_id(tmp_path, mo
     file, server = tmp_path / "request.json", Asked()
     file.write_text('{"prompt": "hi"}')
     monkeypatch.setattr(explain, "running_server", lambda _: server)
-    for arguments in (["cmpl-1"], [str(file)], ["cmpl-1", str(file)]):
-        result = CliRunner().invoke(app, ["explain", *arguments, "--json"])
+    for argument in ("cmpl-1", str(file)):
+        result = CliRunner().invoke(app, ["explain", argument, "--json"])
         assert 0 == result.exit_code, result.output
     body = {"prompt": "hi"}
     assert [
         "/admin/api/requests/cmpl-1",
         ("/admin/api/cache/quote", {"tenant": "default", "request": body}),
-        ("/admin/api/cache/diff", {"tenant": "default", "a": "cmpl-1", "b": body}),
     ] == server.asked

@@ -90,6 +90,7 @@ _BILLING = "the billing system that `cachesvc usage export` feeds issues invoice
 _ONE_BY_ONE = "give requests back one by one by POST /admin/api/ledger/correct"
 REMOVED: Mapping[str, str] = {
     "blocks": "GET /admin/api/cache/tree, which has every tier's",
+    "cache/diff": "GET /admin/api/requests/ID has where a sent prompt diverges",
     "cache/working-set": "the cache's page has how long blocks lie idle, and until their next use",
     "detokenize": "POST /detokenize",
     "events": "routers read block events at `events.zmq`, in vLLM's format; see docs/events.md",
