@@ -15,7 +15,6 @@ from tiers.blocks.keys import BlockId, PrefixKey
 from tiers.blocks.layout import BlockLayout
 from tiers.disk.counts import DiskCounts
 from tiers.disk.directory import FORMAT, read_meta, shard_of, shard_path
-from tiers.disk.rates import RateMeter
 from tiers.disk.reader import BlockReader, Scratch
 from tiers.disk.recovery.unchecked import UncheckedShard
 from tiers.disk.slot import ShardSlot
@@ -47,7 +46,6 @@ class GuestTier:
         self._root = root
         self._layout = layout
         self._scratch = Scratch(layout.torch_dtype.itemsize)
-        self._rates = RateMeter(1)  # which nobody asks
 
     def held(self, keys: Sequence[PrefixKey]) -> list[bool]:
         """Whether each of these is held, by key alone. Raises OSError."""
@@ -64,7 +62,7 @@ class GuestTier:
             return Loaded(0, MissReason.ABSENT)
         counts = DiskCounts(len(slots), Counter())
         places = cast(list[ShardSlot], slots)
-        reader = BlockReader(places, self._layout, self._scratch, counts, self._rates)
+        reader = BlockReader(places, self._layout, self._scratch, counts)
         found, reason = reader.find(ids)
         loaded = reader.load([[place] for place in found], into[: len(found)])
         return Loaded(loaded.num_blocks, loaded.reason or reason)

@@ -6,7 +6,6 @@ checksum. Only then is it decoded into the frame.
 """
 
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
@@ -20,7 +19,6 @@ from tiers.disk.format.codec import Codec, DecodeError
 from tiers.disk.format.payload import check, decode, needed_nbytes
 from tiers.disk.format.record import Header, is_block, unpack_header, window_key
 from tiers.disk.format.rows import IndexEntry
-from tiers.disk.rates import RateMeter
 from tiers.disk.recovery.unchecked import UncheckedShard
 from tiers.disk.shard import Shard, ShardDamaged
 from tiers.disk.slot import ShardSlot
@@ -36,7 +34,6 @@ class Scratch(threading.local):
 
     def __init__(self, item_bytes: int) -> None:
         self.codec = Codec(item_bytes)
-        self.raw = Codec(1)  # writes records uncompressed
         self._buffer = PageBuffer()
 
     def buffer(self, nbytes: int) -> memoryview:
@@ -73,7 +70,6 @@ class BlockReader:
         layout: BlockLayout,
         scratch: Scratch,
         counts: DiskCounts,
-        rates: RateMeter,
     ) -> None:
         self._slots = slots
         self._part_bytes = {part: layout.part_nbytes(part) for part in Part}
@@ -81,7 +77,6 @@ class BlockReader:
         self._layout_digest = layout.digest()
         self._scratch = scratch
         self._counts = counts
-        self._rates = rates
 
     def num_held(self, ids: Sequence[BlockId]) -> int:
         """Length of the leading run whose keys are in the index. `load` verifies."""
@@ -219,9 +214,8 @@ class BlockReader:
         slot, entry, header = self._slots[found.number], found.entry, found.header
         try:
             with slot.read() as shard:
-                nbytes = shard.room_for(entry)
-                with self._rates.reading(nbytes):
-                    record = shard.read(found.key, entry, self._scratch.buffer(nbytes))
+                buffer = self._scratch.buffer(shard.room_for(entry))
+                record = shard.read(found.key, entry, buffer)
         except (*StorageError, ShardDamaged) as error:
             self._counts.fault(MissReason.IO_ERROR, 1, f"reading a block of {slot.path}: {error}")
             return MissReason.IO_ERROR
@@ -240,16 +234,10 @@ class BlockReader:
         payload = record[start : start + nbytes]
         why = check(header, payload, part)
         if why is None:
-            started_s = time.perf_counter()
             try:
                 decode(self._scratch.codec, header, payload, into, part)
             except DecodeError:
                 return MissReason.DECODE
-            saved = self._part_bytes[part] - nbytes
-            # Raw records have nothing to expand.
-            if saved > 0 and (part is not Part.WINDOW or header.part is Part.WINDOW):
-                seconds = time.perf_counter() - started_s
-                self._rates.expanded(self._part_bytes[part], saved, seconds)
         return why
 
     def _blame(self, found: Found, why: MissReason) -> MissReason:

@@ -36,7 +36,6 @@ from tiers.disk.format.rows import IndexEntry
 from tiers.disk.guard import DiskGuard
 from tiers.disk.inspection.maintenance import count, purge
 from tiers.disk.inspection.view import DiskView
-from tiers.disk.rates import RateMeter
 from tiers.disk.reader import BlockReader, Scratch
 from tiers.disk.readers import readers_for
 from tiers.disk.room import DiskRoom
@@ -81,12 +80,9 @@ class DiskTier(ManagedTier):
         self._counts = counts
         self._beside: list[DiskTier] = []
         scratch = Scratch(layout.torch_dtype.itemsize)
-        self._rates = rates = RateMeter(self.num_readers)
-        self._reader = BlockReader(slots, layout, scratch, counts, rates)
+        self._reader = BlockReader(slots, layout, scratch, counts)
         self._room = room
-        self._writer = BlockWriter(
-            slots, layout, scratch, counts, settings, guard, rates, room, clock
-        )
+        self._writer = BlockWriter(slots, layout, scratch, counts, settings, guard, room, clock)
         self._writer.recount()
         self._closed = False
 
@@ -115,10 +111,6 @@ class DiskTier(ManagedTier):
     @property
     def capacity_bytes(self) -> int:
         return self._room.capacity_bytes
-
-    def paced(self, prefill_tokens_per_s: float) -> None:
-        block_s = self.layout.block_size / prefill_tokens_per_s if prefill_tokens_per_s else 0.0
-        self._rates.compute_s = block_s / self.layout.nbytes
 
     def probe(self, ids: Sequence[BlockId]) -> int:
         """Length of the leading run held, by key alone; `load` verifies identities."""

@@ -29,7 +29,6 @@ from tiers.disk.format.record import (
 )
 from tiers.disk.format.rows import Account
 from tiers.disk.guard import DiskGuard
-from tiers.disk.rates import RateMeter
 from tiers.disk.reader import Scratch
 from tiers.disk.room import DiskRoom
 from tiers.disk.settings import DiskSettings
@@ -94,7 +93,6 @@ class BlockWriter:
         counts: DiskCounts,
         settings: DiskSettings,
         guard: DiskGuard,
-        rates: RateMeter,
         room: DiskRoom,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -111,7 +109,6 @@ class BlockWriter:
         self._counts = counts
         self._settings = settings
         self._guard = guard
-        self._rates = rates
         self._clock = clock
         self._threads = [
             ThreadPoolExecutor(1, thread_name_prefix=f"cachesvc-{slot.path.name}") for slot in slots
@@ -357,17 +354,11 @@ class BlockWriter:
     def _header_nbytes(self, block: BlockId) -> int:
         return header_nbytes(block, parted=self._split is not None)
 
-    @property
-    def _stores_raw(self) -> bool:
-        """Whether compression costs more than it saves. Not where written bytes are scarce."""
-        return self._settings.write_budget_bytes is None and self._rates.stores_raw()
-
     def _encode(self, row: _Fresh) -> Record:
         block, buffer = row.block, self._bytes_of(row)
         room = self._scratch.buffer(self._record_bound(row))
         start = self._header_nbytes(block)
-        coder = self._scratch.raw if self._stores_raw else self._scratch.codec
-        codec, nbytes, lasting = encode(coder, buffer, room[start:], self._split)
+        codec, nbytes, lasting = encode(self._scratch.codec, buffer, room[start:], self._split)
         end = start + nbytes
         header = pack_header(
             block,

@@ -66,7 +66,6 @@ class StackedTier(ManagedTier):
         return found + [self.remote.name] * num_there
 
     def paced(self, prefill_tokens_per_s: float) -> None:
-        """The disk is not told: its records stay compressed, as they are sent as they are."""
         self.remote.economy.prefill_tokens_per_s = prefill_tokens_per_s
 
     @property
