@@ -304,11 +304,6 @@ class BillingSection(Section):
     database_url: str = Field(
         "", description="Ledger database; empty is SQLite in the data directory"
     )
-    first_card: str = Field(
-        "",
-        description="Rate card of a new ledger: a TOML file or a shipped card; empty is the launch "
-        "card. `cachesvc prices apply` changes it later",
-    )
     server_name: str = Field(
         "server", description="Name of this server; each server on one database needs its own"
     )
@@ -316,9 +311,19 @@ class BillingSection(Section):
         "",
         description=(
             "Where to send signed heads of the ledger every hour: a file on another machine's "
-            "disk, an http(s) URL, or s3://BUCKET/PREFIX; empty sends none"
+            "disk or an http(s) URL; empty sends none"
         ),
     )
+
+    @field_validator("heads_to")
+    @classmethod
+    def _no_bucket(cls, to: str) -> str:
+        if to.startswith("s3://"):
+            raise ValueError(
+                "heads in a bucket were removed: name a file that is copied there, or the URL of a "
+                "receiver that writes them"
+            )
+        return to
 
 
 class QuotaTable(Section):

@@ -115,6 +115,7 @@ REMOVED = {
     "engine.jump_forward": "forced tokens are always computed in one step; take it out",
     "engine.grammar_timeout": "a grammar is bounded by its size and its work; take it out",
     "billing.alerts_to": "Prometheus alerts, by the rules in ops/prometheus; take it out",
+    "billing.first_card": "apply it before the first start: `cachesvc prices apply CARD`",
     "billing.hold_lease": "a hold is leased for 2 minutes and renewed; take it out",
     "server.replay_turns": "use previous_response_id in /v1/responses instead",
     "server.turn_tokens": "a million tokens of recent turns are kept; take it out",

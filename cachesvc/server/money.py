@@ -31,11 +31,10 @@ from billing.ledger import Ledger
 from billing.money import UNITS
 from billing.operations.books import OpenBooks
 from billing.prices.book import NS, RateCard
-from billing.prices.cards import default_card, find_card
-from billing.prices.lint import Severity, lint
+from billing.prices.cards import default_card
 from billing.prices.rating import charge_in
 from billing.proof.prover import Prover
-from billing.reports.heads import signed_heads
+from billing.reports.heads import send_heads, signed_heads
 from billing.reports.receipts import ReceiptSigner, describe
 from billing.store import reports as store_reports
 from billing.store.opening import database_url, open_store
@@ -45,7 +44,6 @@ from cachesvc.config.sections import LimitsSection, QuotaTable
 from cachesvc.config.settings import Settings
 from cachesvc.observability.snapshot import MoneyStats, TenantMoney
 from cachesvc.operator.secret import read_secret
-from cachesvc.server.kept_heads import keep_heads
 
 logger = logging.getLogger(__name__)
 
@@ -140,7 +138,7 @@ class Money:
         try:
             if self.heads_to:
                 line = signed_heads(self.books.store, self.books.signer, time.time_ns())
-                keep_heads(line, self.heads_to)
+                send_heads(line, self.heads_to)
         except BillingError as error:
             logger.error(f"{error}; until it can, nothing proves that no tail was cut off")
 
@@ -171,24 +169,20 @@ class Bills:
 def open_money(settings: Settings) -> Money:
     """Open the ledger of a data directory, or of `billing.database_url`.
 
-    Raises StoreError, and ConfigError for an unusable first card or store of limits. Nothing is
-    left open then.
+    Raises StoreError, and ConfigError for an unusable store of limits. Nothing is left open then.
     """
     data_dir = settings.server.data_dir
-    first_card = _first_card(settings.billing.first_card)
     with ExitStack() as opened:
         store = open_store(settings.billing.database_url or database_url(data_dir))
         opened.callback(store.close)
         store.claim(settings.billing.server_name)
         accounts = Accounts(store)
-        if first_card is not None:
-            _say_if_ignored(settings.billing.first_card, first_card, accounts)
         bills = Bills(accounts)
         ledger = Ledger(
             store,
             accounts,
             owner=settings.billing.server_name,
-            first_card=first_card or default_card(),
+            first_card=default_card(),
             timer_ns=boot_timer_ns,
             observers=(bills,),
         )
@@ -210,35 +204,12 @@ def open_money(settings: Settings) -> Money:
         return money
 
 
-def _first_card(name_or_path: str) -> RateCard | None:
-    if not name_or_path:
-        return None
-    card = find_card(name_or_path)
-    errors = [finding for finding in lint(card) if finding.level is Severity.ERROR]
-    if errors:
-        raise ConfigError(f"billing.first_card {name_or_path!r} is refused: {errors[0]}")
-    return card
-
-
-def _say_if_ignored(setting: str, card: RateCard, accounts: Accounts) -> None:
-    """Warns that a first card has no effect after another one was applied."""
-    cards = accounts.book.cards
-    if cards and all(other.text != card.text for other in cards):
-        first = cards[0]
-        logger.warning(
-            f"billing.first_card = {setting!r} has no effect: rate card {first.name} "
-            f"{first.version} was applied before; put it in force with "
-            f"`cachesvc prices apply {setting}`"
-        )
-
-
 def _say_currency(card: RateCard) -> None:
     """Names the prices that a first start puts in force, and where to change them."""
     logger.info(
         f"requests are charged in {card.currency}, by rate card {card.name} {card.version}; to "
         "charge in another currency, `cachesvc prices apply FILE`, then `cachesvc tenants set "
-        f"{OPEN_TENANT} --currency CODE` before its first request (or billing.first_card before "
-        "the first start)"
+        f"{OPEN_TENANT} --currency CODE` before its first request"
     )
 
 

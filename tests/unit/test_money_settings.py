@@ -9,16 +9,16 @@ import pytest
 
 from api.access.rate_limits import Quota
 from api.collaborators import WireSettings
-from billing.errors import PriceError, ReceiptKeyError
+from billing.errors import ReceiptKeyError
 from billing.gate.commands import Deposit
 from billing.gate.entries import Kind
 from billing.gate.outcomes import Outcome
 from billing.money import UNITS
-from billing.prices.cards import shipped_cards
 from billing.usage import HIT_CLASSES, Usage
 from cachesvc.config.errors import ConfigError
 from cachesvc.config.sources import load_settings
 from cachesvc.server.money import LEASE_S, open_money
+from tests.support.commands import said
 
 
 @contextmanager
@@ -31,26 +31,18 @@ def money_of(data_dir, **flags):
         money.close()
 
 
-def test_a_new_ledger_begins_with_the_card_that_was_named(tmp_path, caplog):
-    for name, is_first in (("two-tier", True), ("peak-off-peak", False)):
+@pytest.mark.parametrize("applied", [False, True])
+def test_a_new_ledger_begins_with_the_launch_card_unless_one_was_applied(tmp_path, caplog, applied):
+    if applied:
+        said("prices", "apply", "two-tier", "--data-dir", tmp_path)
+    name = "two-tier" if applied else "deepseek-launch"
+    for is_first in (not applied, False):
         caplog.clear()
-        with caplog.at_level("INFO"), money_of(tmp_path, billing__first_card=name) as money:
+        with caplog.at_level("INFO"), money_of(tmp_path) as money:
             money.start(lambda *_: None)
-            assert ["two-tier"] == [card.name for card in money.accounts.book.cards]
-        assert is_first == ("charged in USD, by rate card two-tier" in caplog.text)
+            assert [name] == [card.name for card in money.accounts.book.cards]
+        assert is_first == ("charged in CNY, by rate card deepseek-launch" in caplog.text)
         assert is_first == ("tenants set default --currency CODE" in caplog.text)
-        assert is_first != (f"billing.first_card = '{name}' has no effect" in caplog.text)
-
-
-def test_a_first_card_that_does_not_do_stops_the_start(tmp_path):
-    with pytest.raises(PriceError, match="neither a file nor a shipped"):
-        open_money(load_settings({"billing.first_card": "none-such"}).settings)
-    gamed = tmp_path / "gamed.toml"
-    text = shipped_cards()["deepseek-launch"]
-    gamed.write_text(text.replace('hit = "0.1"', 'hit = "5"'))
-    assert text != gamed.read_text()
-    with pytest.raises(ConfigError, match="hit-above-miss"):
-        open_money(load_settings({"billing.first_card": str(gamed)}).settings)
 
 
 def test_a_lease_outlasts_what_a_live_request_may_wait():

@@ -3,6 +3,7 @@
 import json as jsonlib
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from functools import partial
@@ -12,6 +13,7 @@ from typing import Annotated
 import typer
 
 from api.format import number_of
+from billing.errors import ExportError
 from billing.money import format_units, parse_units
 from billing.operations import ledger as ledgers
 from billing.operations.balance import adjust_deposit, show_balance
@@ -36,6 +38,7 @@ _REMOVED = {
     "trail": "`cachesvc ledger show --trail`",
 }
 
+HEADS_S = 30.0  # for a receiver of heads to answer
 HOLD_NUMBERS = ("amount", "age_s", "expires_in_s")
 HOLDS = ("tenant", "request_id", "amount", "model", "server", "age_s", "expires_in_s")
 
@@ -48,8 +51,8 @@ def verify(
         str | None,
         typer.Option(
             help=(
-                "Heads kept elsewhere, in a file, at a URL or in s3://; proves that nothing "
-                "was cut off or rewritten since"
+                "Heads kept elsewhere, in a file or at a URL; proves that nothing was cut off "
+                "or rewritten since"
             )
         ),
     ] = None,
@@ -76,15 +79,13 @@ def verify(
 
     Reads the database itself, so it need not trust the server.
     """
-    from cachesvc.server.kept_heads import read_kept
-
     with books(data_dir, database) as open_books:
         if rebuild:
             rebuilt = audit.rebuild(open_books.store)
             note(f"rebuilt from {number_of(rebuilt.num_entries, 'entry', 'entries')}")
         began = time.monotonic()
         key_of = partial(public_key_of, public_key, open_books.data_dir)
-        known = parse_heads(read_kept(heads), heads, key_of) if heads else []
+        known = parse_heads(_kept(heads), heads, key_of) if heads else []
         known += [read_receipt_head(path, key_of) for path in receipt or ()]
         proof = audit.verify(open_books.store, heads=known, progress=_progress)
         took_s = time.monotonic() - began
@@ -211,6 +212,21 @@ def trail_lines(row: Document) -> Iterator[str]:
 def _word(values: Document, name: str) -> str:
     value = values.get(name)
     return "-" if value is None else value if isinstance(value, str) else jsonlib.dumps(value)
+
+
+def _kept(where: str) -> bytes:
+    """All lines of a file or a URL. Raises `ExportError`."""
+    try:
+        if where.startswith(("http://", "https://")):
+            with urllib.request.urlopen(where, timeout=HEADS_S) as answer:  # noqa: S310
+                body: bytes = answer.read()
+            return body
+        return Path(where).read_bytes()
+    except OSError as error:
+        from cachesvc.config.sources import without_passwords
+
+        shown = without_passwords(where)
+        raise ExportError(f"the heads in {shown} cannot be read: {error}") from error
 
 
 def _progress(num_entries: int) -> None:

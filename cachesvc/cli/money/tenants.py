@@ -187,4 +187,4 @@ def _warn_unpriced(currency: str, cards: list[Document], json: bool) -> None:
     if begin_ns and min(begin_ns) > now_ns:
         note(f"no rate card in {currency} is in force yet: until then its requests are refused")
     elif not cards and not json:
-        note("the server's first start puts `billing.first_card` in force")
+        note("the server's first start puts the launch card in force, unless another is applied")
