@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from cachesvc.config.settings import Settings
 
 # What belongs to blocks and arithmetic is the engine's; a node has what it is started with.
-_OF_TIERS = ("block_size", "write_policy", "idle_ttl", "write_budget_bytes")
+_OF_TIERS = ("block_size", "write_policy", "idle_ttl")
 _OF_NODE = ("host_bytes", "disk_bytes", "disk_reserve_bytes", "quotas")
 _OF_REMOTE = ("remote_url", "remote_writes", "remote_key_file")
 _UNREAD: Mapping[str, Mapping[str, tuple[str, ...]]] = {

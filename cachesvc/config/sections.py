@@ -225,9 +225,6 @@ class CacheSection(Section):
         description="Bytes over all tiers that others cannot evict: by tenant, as group:NAME for a "
         "sharing group, and as * for each scope without a quota of its own",
     )
-    write_budget_bytes: Size = Field(
-        0, description="Maximum bytes written to disk per day; 0 is no limit"
-    )
 
 
 Backend = Annotated[str | list[str], AfterValidator(engines)]

@@ -108,6 +108,8 @@ REMOVED = {
     "cache.promotion": "the sizes of the tiers decide now, as `auto` did; take it out",
     "cache.partial_blocks": "partly filled blocks are always reused; take it out",
     "cache.perceptual_digests": "every hit is exact; take it out, and send exact digests",
+    "cache.write_budget_bytes": 'cache.write_policy = "on_second_hit" writes what is used again; '
+    "take it out",
     "cache.readers": "two threads read; take it out",
     "server.max_choices": "a request may have 64 answers; take it out",
     "engine.order": "requests with more cached go first; take it out",

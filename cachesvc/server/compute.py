@@ -203,7 +203,6 @@ def _open_disk(
         computes_elsewhere=computes_elsewhere,
         moves=not keeps_copies(above, above + cache.disk_bytes),
         idle_ttl_s=int(cache.idle_ttl) or None,
-        write_budget_bytes=cache.write_budget_bytes or None,
         reserve_bytes=cache.disk_reserve_bytes,
     )
     num_shards = max(1, min(NEW_SHARDS, cache.disk_bytes >> 30))

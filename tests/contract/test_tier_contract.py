@@ -13,7 +13,6 @@ from tests.support.threads import beside
 from tiers.blocks.frames import Frame, FrameArena
 from tiers.blocks.keys import BlockId, CacheScope
 from tiers.disk.open import open_disk
-from tiers.disk.settings import DiskSettings
 from tiers.errors import MissReason, TierClosed
 from tiers.tier import Loaded, ManagedTier
 
@@ -227,12 +226,3 @@ def test_a_purge_removes_one_scope_and_keeps_the_others(tier, frames):
     assert tier.purge([ids[0].scope]).num_blocks == 6
     assert (tier.count([ids[0].scope]), tier.count([scope.root()])) == (0, 3)
     assert (tier.probe(ids), tier.probe(others)) == (0, 3)
-
-
-def test_a_block_beyond_the_write_budget_is_reported(frames, tmp_path):
-    tier = open_disk(tmp_path, LAYOUT, CAPACITY, settings=DiskSettings(write_budget_bytes=1))
-    ids = blocks(3)
-    assert tier.store(ids, frames[:3]) == [block.key for block in ids]
-    tier.keep([ids[0].key])
-    assert tier.store(ids[:1], frames[:1]) == []
-    tier.close()

@@ -10,7 +10,6 @@ from tests.support.disks import CAPACITY, FRAMES, Clock, blocks, closed_later, s
 from tests.support.faulty_storage import LAYOUT, fetched
 from tests.unit.test_disk_faults import flip
 from tiers.blocks.keys import TOKEN_BYTES, CacheScope
-from tiers.disk.format.rows import DAY_S
 from tiers.disk.inspection.opening import open_shards
 from tiers.disk.inspection.verify import verify, verify_all
 from tiers.disk.inspection.view import open_view
@@ -149,21 +148,6 @@ def test_a_prefix_outlives_what_follows_it(tier):
     assert tier.probe(ids) == sum(held)
 
 
-def test_the_write_budget_is_a_day_s(tmp_path):
-    clock = Clock()
-    tier = opened(tmp_path, clock, write_budget_bytes=100_000)
-    refused = [key for seed in range(8) for key in store(tier, blocks(seed))]
-    stats = tier.stats()
-    assert stats.written_bytes <= 100_000
-    assert len(set(refused)) == 32 - stats.stored > 0
-    tier.close()
-    tier = opened(tmp_path, clock, write_budget_bytes=100_000)
-    assert 4 == len(store(tier, blocks(8))), "after a restart too"
-    clock.now_s += DAY_S
-    store(tier, blocks(7))
-    assert load(tier, blocks(7)) == 4
-
-
 def test_a_folder_without_a_tier_says_so(tmp_path):
     with pytest.raises(ConfigurationError, match="there is no disk cache in"), open_view(tmp_path):
         pass
@@ -215,9 +199,9 @@ def test_opening_reads_no_blocks(tmp_path):
 
 def test_a_folder_of_another_format_is_not_looked_into(tier, tmp_path):
     meta = tmp_path / "disk" / "disk.json"
-    meta.write_text(meta.read_text().replace('"format": 2', '"format": 3'))
+    meta.write_text(meta.read_text().replace('"format": 3', '"format": 4'))
     with (
-        pytest.raises(ConfigurationError, match="is of format 3, and this version reads 2"),
+        pytest.raises(ConfigurationError, match="is of format 4, and this version reads 3"),
         open_view(tmp_path / "disk"),
     ):
         pass

@@ -23,7 +23,7 @@ from typing import IO
 from tiers.blocks.keys import PrefixKey
 from tiers.errors import ConfigurationError, DirectoryLocked
 
-FORMAT = 2
+FORMAT = 3
 META_NAME = "disk.json"
 LOCK_NAME = "server.lock"
 ELSEWHERE_NAME = "elsewhere.json"

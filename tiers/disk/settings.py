@@ -12,6 +12,5 @@ class DiskSettings:
     computes_elsewhere: bool = False  # than on the processors, so more threads may read
     moves: bool = False  # a promoted block leaves first, until the tiers above drop it again
     idle_ttl_s: int | None = None  # delete blocks unused for this long
-    write_budget_bytes: int | None = None  # per day (UTC); beyond it, blocks are not written
     reserve_bytes: int | None = None  # of its file system, left to others; see `room.reserve_of`
     batch_bytes: int = BATCH_BYTES  # logical bytes in one transaction, at most; a block at least

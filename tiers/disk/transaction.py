@@ -27,7 +27,6 @@ from tiers.blocks.part import Part
 from tiers.disk.clock import IdleClock
 from tiers.disk.format.record import is_window, num_blocks_of, part_of, window_key
 from tiers.disk.format.rows import (
-    DAY_S,
     Account,
     IndexEntry,
     Place,
@@ -125,8 +124,6 @@ class Writer:
         self._end_bytes = end_bytes  # of the file, which is not to grow beyond
         self._guard = guard
         self.totals = Totals.unpack(self._get("state", b"totals"))
-        if self.totals.day != (today := now_s // DAY_S):
-            self.totals = self.totals._replace(day=today, day_bytes=0)
         self._accounts: dict[PrefixKey, Account] = {}
         self.written_bytes = 0
         self.fresh: list[tuple[PrefixKey, IndexEntry]] = []
@@ -173,7 +170,6 @@ class Writer:
         self.totals = totals._replace(
             num_stored=totals.num_stored + count,
             written_bytes=totals.written_bytes + stored,
-            day_bytes=totals.day_bytes + stored,
         )
         self.written_bytes += stored
         self.fresh.append((record.key, entry))
@@ -271,10 +267,6 @@ class Writer:
         """Moves blocks to the recent end, in their order, out of the way of eviction."""
         for sequence, key in enumerate(keys, start=self.take_sequences(len(keys))):
             self.touch(key, sequence)
-
-    def written_today(self) -> int:
-        """Bytes written since midnight UTC."""
-        return self.totals.day_bytes
 
     def finish(self) -> None:
         """Writes the accounts changed by this transaction."""

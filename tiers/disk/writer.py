@@ -297,9 +297,6 @@ class BlockWriter:
         need = sum(self._record_bound(row) for row in fresh)
         if not need:
             return True
-        if self._over_budget(writer, need, fresh):
-            self._refused(fresh)
-            return True
         if not self._make_room(writer, need, fresh):
             if writer.spent:
                 return False
@@ -327,13 +324,6 @@ class BlockWriter:
         finally:
             for row in fresh:
                 self._guard.moved(row.block.scope, -(need // len(fresh)))
-
-    def _over_budget(self, writer: Writer, need: int, fresh: Sequence[_Fresh]) -> bool:
-        """Whether the day's budget refuses this write. Pinned blocks are always written."""
-        budget = self._settings.write_budget_bytes
-        if budget is None or writer.written_today() + need <= budget:
-            return False
-        return not any(self._guard.keeps(row.key) for row in fresh)
 
     def _record_bound(self, row: _Fresh) -> int:
         bound = self._payload_bound

@@ -6,8 +6,6 @@ from typing import NamedTuple
 from tiers.blocks.keys import KEY_BYTES, PrefixKey
 from tiers.disk.format.record import logical_nbytes_of, scope_of
 
-DAY_S = 86_400
-
 
 class Place(NamedTuple):
     """A record's position and its place in the order of eviction."""
@@ -41,7 +39,7 @@ class IndexEntry(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """One shard's counts. The first three are current; those of a day begin anew with the next."""
+    """One shard's counts. The first three are current."""
 
     num_blocks: int = 0
     stored_bytes: int = 0  # in whole pages
@@ -50,8 +48,6 @@ class Totals(NamedTuple):
     num_stored: int = 0
     num_evicted: int = 0
     written_bytes: int = 0
-    day: int = 0  # the last with a write, since 1970 (UTC)
-    day_bytes: int = 0  # written in it
 
     def pack(self) -> bytes:
         return _TOTALS.pack(*self)
@@ -85,7 +81,7 @@ class Account(NamedTuple):
 
 
 _PLACE = struct.Struct("<QQII")
-_TOTALS = struct.Struct("<9Q")
+_TOTALS = struct.Struct("<7Q")
 _ACCOUNT = struct.Struct("<3Q")
 _SEQUENCE = struct.Struct(">Q")
 _USED = struct.Struct("<I")
