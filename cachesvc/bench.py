@@ -23,6 +23,7 @@ from engine.errors import EngineError
 from engine.models.load import LoadedModel
 from engine.request import Request, SamplingParams, StepOutput, TokenCounts
 from tiers.cache import TieredCache
+from tiers.telemetry.events import EventStream
 
 QUESTION_TOKENS = 12
 REPEATS = 5  # questions for each kind of hit
@@ -52,19 +53,20 @@ class Scenario:
 
     def __init__(self, loaded: LoadedModel, settings: Settings, folder: Path, largest: int) -> None:
         """Tiers for documents of at most `largest` tokens, with the disk tier in `folder`."""
-        self._loaded, self._settings, self._folder = loaded, settings, folder
+        self._loaded = loaded
         self._outputs: queue.Queue[tuple[StepOutput, float]] = queue.Queue()
         self._random, self._number = random.Random(1), 0
-        block_size, kv_dtype = settings.cache.block_size or None, settings.model.kv_dtype
-        self.layout = loaded.layout(block_size, None if kv_dtype == "auto" else kv_dtype)
+        self.layout = compute.layout_of(loaded, settings)
         needed = (largest // self.layout.block_size + 8) * self.layout.nbytes
-        self._cache = CacheSection(
+        cache = CacheSection(
             block_size=self.layout.block_size,
             device_bytes=max(LEAST_BYTES, 2 * needed),
             host_bytes=max(LEAST_BYTES, 2 * needed),
             disk_bytes=max(1 << 28, 8 * needed),
             weigh_loads=False,
         )
+        server = settings.server.model_copy(update={"data_dir": folder})
+        self._settings = settings.model_copy(update={"cache": cache, "server": server})
 
     def run(self, sizes: Sequence[int], done: Callable[[int], None]) -> list[Measured]:
         """Every case at every size, the smallest first; `done` is told after each."""
@@ -138,14 +140,7 @@ class Scenario:
     @contextmanager
     def _running(self) -> Iterator[Core]:
         """An engine over the folder that has answered some questions."""
-        core = compute.build(
-            self._loaded,
-            kv_dtype=self._settings.model.kv_dtype,
-            cache=self._cache,
-            engine=self._settings.engine,
-            data_dir=self._folder,
-            on_outputs=self._take,
-        )
+        core = compute.build(self._loaded, self._settings, self._take, EventStream())
         core.start(compute.step_tokens(self._settings.engine, self._loaded.device))
         try:
             document = self._tokens(4 * self.layout.block_size)

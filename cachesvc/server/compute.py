@@ -72,16 +72,7 @@ def over(loaded: LoadedModel, settings: Settings) -> MakeBackend:
 
     def make(on_outputs: Deliver, stream: EventStream, shares: QuotaShares | None) -> Core:
         try:
-            core = build(
-                loaded,
-                kv_dtype=settings.model.kv_dtype,
-                cache=settings.cache,
-                engine=settings.engine,
-                data_dir=settings.server.data_dir,
-                on_outputs=on_outputs,
-                stream=stream,
-                shares=shares,
-            )
+            core = build(loaded, settings, on_outputs, stream, shares)
         except MemoryError as error:
             largest = of_server(settings.cache, on_gpu=loaded.device != "cpu").largest
             raise ConfigError(
@@ -130,18 +121,13 @@ def _tell(promise: Promise, settings: ModelSection) -> None:
 
 def build(
     loaded: LoadedModel,
-    *,
-    kv_dtype: str,
-    cache: CacheSection,
-    engine: EngineSection,
-    data_dir: Path,
+    settings: Settings,
     on_outputs: Deliver,
-    stream: EventStream | None = None,
+    stream: EventStream,
     shares: QuotaShares | None = None,
 ) -> Core:
     """Tiers and engine for a loaded model. Raises the tiers' errors on sizes and directories."""
-    layout = loaded.layout(cache.block_size or None, None if kv_dtype == "auto" else kv_dtype)
-    stream = stream or EventStream()
+    cache, data_dir, layout = settings.cache, settings.server.data_dir, layout_of(loaded, settings)
     states = _open_states(layout, cache, data_dir, shares)
     if states is not None:
         left = cache.disk_bytes - states.stats().setting_bytes
@@ -161,11 +147,19 @@ def build(
         disk=disk,
         checkpoint_disk=states,
         pin_folder=disk_path(data_dir),
-        engine=_engine_settings(engine, loaded.device, _other_arithmetics(data_dir, loaded)),
+        engine=_engine_settings(
+            settings.engine, loaded.device, _other_arithmetics(data_dir, loaded)
+        ),
         stream=stream,
         shares=shares,
     )
     return core if disk is None else replace(core, disk_view=disk.view)
+
+
+def layout_of(loaded: LoadedModel, settings: Settings) -> BlockLayout:
+    name = settings.model.kv_dtype
+    kv_dtype = None if name == "auto" else name
+    return loaded.layout(settings.cache.block_size or None, kv_dtype)
 
 
 def _open_states(

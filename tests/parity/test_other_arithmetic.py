@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from cachesvc.config.sections import CacheSection, EngineSection
+from cachesvc.config.sections import CacheSection, ServerSection
+from cachesvc.config.settings import Settings
 from cachesvc.operator.scopes import note_scopes
 from cachesvc.server.compute import build
 from engine.models.arithmetic import Arithmetic
@@ -14,6 +15,7 @@ from engine.request import SamplingParams
 from tests.support.models import tiny_model
 from tests.support.requests import request
 from tiers.errors import MissReason
+from tiers.telemetry.events import EventStream
 
 MIB = 1 << 20
 PROMPT = [7 * number % 250 for number in range(100)]
@@ -22,16 +24,11 @@ PROMPT = [7 * number % 250 for number in range(100)]
 def asked(loaded, folder, *, older=False):
     """The first output for the prompt, of a server's life over `folder`. It flushes at its end."""
     outputs = queue.Queue()
-    core = build(
-        loaded,
-        kv_dtype="auto",
-        cache=CacheSection(
-            block_size=16, device_bytes=MIB, host_bytes=MIB, disk_bytes=64 * MIB, weigh_loads=False
-        ),
-        engine=EngineSection(),
-        data_dir=folder,
-        on_outputs=lambda several: [outputs.put(each) for each in several] and None,
+    cache = CacheSection(
+        block_size=16, device_bytes=MIB, host_bytes=MIB, disk_bytes=64 * MIB, weigh_loads=False
     )
+    settings = Settings(cache=cache, server=ServerSection(data_dir=folder))
+    core = build(loaded, settings, lambda several: [*map(outputs.put, several)], EventStream())
     scope = replace(core.scope, arithmetic=b"") if older else core.scope
     note_scopes(folder, [SimpleNamespace(name="tiny", scope=scope)])
     core.start()
