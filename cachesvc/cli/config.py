@@ -1,6 +1,5 @@
 """`cachesvc config show`: the effective value and origin of every setting."""
 
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,7 +10,6 @@ from cachesvc.cli.render import AsJson, print_json, print_table
 from cachesvc.config.quantities import format_duration, format_size, parse_duration, parse_size
 from cachesvc.config.settings import MODELS, env_name, parser_of
 from cachesvc.config.sources import Setting, load_settings, without_passwords
-from cachesvc.server.server_file import running_settings
 
 app = typer.Typer(no_args_is_help=True, help="Show every setting, its value and its origin")
 
@@ -28,37 +26,16 @@ def show(
 ) -> None:
     """Print each setting that a start would use and its origin: default, file or environment.
 
-    Where a server runs with another value, that value and its origin are shown too.
+    What a server runs with is in its log: it names the settings that are not the default.
     """
-    loaded = load_settings(config_file=config)
-    rows = list(loaded.rows())
-    running = running_settings(loaded.settings.server.data_dir)
+    rows = list(load_settings(config_file=config).rows())
     if json:
-        print_json([_as_json(row) | _running(running.get(row.name)) for row in rows])
+        print_json([_as_json(row) for row in rows])
         return
     print_table(
         ("setting", "value", "origin", "meaning"),
-        [
-            (row.name, each, origin, row.help)
-            for row in rows
-            for each, origin in _values(row, running.get(row.name))
-        ],
+        [(row.name, shown(row.name, row.value), row.origin, row.help) for row in rows],
     )
-
-
-def settings_by_name(rows: Iterable[Setting]) -> dict[str, tuple[str, str]]:
-    return {row.name: (shown(row.name, row.value), row.origin) for row in rows}
-
-
-def _values(row: Setting, running: tuple[str, str] | None) -> Iterator[tuple[str, str]]:
-    value = shown(row.name, row.value)
-    yield value, row.origin
-    if running is not None and running[0] != value:
-        yield running[0], f"the running server, {running[1]}"
-
-
-def _running(found: tuple[str, str] | None) -> dict[str, Any]:
-    return {"running": found and {"value": found[0], "origin": found[1]}}
 
 
 def shown(name: str, value: Any) -> str:

@@ -10,7 +10,7 @@ from rich.console import Console
 
 import cachesvc
 from api.format import seconds, size
-from cachesvc.cli.config import settings_by_name
+from cachesvc.cli.config import shown
 from cachesvc.cli.exits import leave
 from cachesvc.cli.options import named
 from cachesvc.cli.overrides import HELP, overridden, overriding
@@ -19,7 +19,6 @@ from cachesvc.config.settings import Settings
 from cachesvc.config.sources import load_settings
 from cachesvc.serve import serve as run
 from cachesvc.server.logs import configure
-from cachesvc.server.server_file import note_settings
 from cachesvc.server.startup import Startup
 from cachesvc.server.vllm.arguments import read_options
 
@@ -78,8 +77,9 @@ def serve(
     startup = Startup()
 
     def ready(served: Settings, url: str, link: str) -> None:
-        effective = settings_by_name(replace(loaded, settings=served).rows())
-        note_settings(served.server.data_dir, effective)
+        rows = (row for row in replace(loaded, settings=served).rows() if row.origin != "default")
+        given = ", ".join(f"{row.name} = {shown(row.name, row.value)}" for row in rows)
+        logger.info(f"settings that are not the default: {given or 'none'}")
         _announce(settings.cache, served, startup, console, url, link)
 
     run(settings, startup=startup, on_ready=ready)

@@ -2,7 +2,6 @@
 
 import os
 from pathlib import Path
-from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 ENV_PREFIX = "CACHESVC_"
 ENV_DATA_DIR = f"{ENV_PREFIX}SERVER__DATA_DIR"
@@ -57,17 +56,6 @@ def found_disk(data_dir: Path) -> Path:
 
 def models_path(data_dir: Path) -> Path:
     return data_dir / "models"
-
-
-def local_zone_name() -> str:
-    """The IANA name of this process's time zone; `local` if it has none, as with TZ=CET-1CEST."""
-    named = os.environ.get("TZ", "").removeprefix(":")
-    if not named:
-        named = os.path.realpath("/etc/localtime").partition("/zoneinfo/")[2]
-    try:
-        return ZoneInfo(named).key
-    except (ZoneInfoNotFoundError, ValueError, OSError):
-        return "local"
 
 
 def notify_socket() -> str | None:

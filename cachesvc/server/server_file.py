@@ -1,8 +1,7 @@
 """How commands find and call the server that runs on a data directory.
 
 While it runs, the server has a `server.json` in its data directory, readable by its owner only. It
-holds the address, the process id, the operator's token and, once it serves, its settings. Commands
-call `find_server` on their only thread.
+holds the address, the process id and the operator's token. Commands call `find_server`.
 """
 
 import contextlib
@@ -94,7 +93,12 @@ def find_server(data_dir: Path) -> LiveServer | None:
 @contextlib.contextmanager
 def announced(data_dir: Path, url: str, token: str) -> Iterator[None]:
     path = data_dir / FILE_NAME
-    _write(path, {"url": reachable(url), "pid": os.getpid(), "token": token})
+    fresh = path.with_name(f"{path.name}.{os.getpid()}")
+    fresh.unlink(missing_ok=True)
+    fresh.touch(mode=0o600)
+    fields = {"url": reachable(url), "pid": os.getpid(), "token": token}
+    fresh.write_text(json.dumps(fields) + "\n")
+    fresh.replace(path)
     try:
         yield
     finally:
@@ -102,30 +106,6 @@ def announced(data_dir: Path, url: str, token: str) -> Iterator[None]:
             path.unlink(missing_ok=True)
         except OSError as error:  # a file of a process that is gone is not taken for a server
             logger.warning(f"{path} could not be removed: {error.strerror}")
-
-
-def note_settings(data_dir: Path, settings: Mapping[str, tuple[str, str]]) -> None:
-    """Adds what the server runs with to its file: by name, the value as shown and its origin."""
-    path = data_dir / FILE_NAME
-    _write(path, {**json.loads(path.read_text()), "settings": settings})
-
-
-def running_settings(data_dir: Path) -> dict[str, tuple[str, str]]:
-    """What `note_settings` was given by the server that runs on `data_dir`; {} without one."""
-    try:
-        fields = json.loads((data_dir / FILE_NAME).read_text())
-        os.kill(fields["pid"], 0)
-        return {name: (value, origin) for name, (value, origin) in fields["settings"].items()}
-    except (OSError, ValueError, KeyError):
-        return {}
-
-
-def _write(path: Path, fields: Mapping[str, Any]) -> None:
-    fresh = path.with_name(f"{path.name}.{os.getpid()}")
-    fresh.unlink(missing_ok=True)
-    fresh.touch(mode=0o600)
-    fresh.write_text(json.dumps(fields) + "\n")
-    fresh.replace(path)
 
 
 def new_token() -> str:

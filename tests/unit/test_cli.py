@@ -15,11 +15,8 @@ import cachesvc
 from api.admin.routes.operation_table import REMOVED_VALUES
 from api.format import seconds, size
 from cachesvc.cli import COMMANDS, REMOVED, REMOVED_OPTIONS, load, run
-from cachesvc.cli.config import settings_by_name
 from cachesvc.config.settings import known_settings
-from cachesvc.config.sources import load_settings
 from cachesvc.importing import importing
-from cachesvc.server.server_file import announced, note_settings
 from tests.support.commands import call, said, told
 
 
@@ -173,22 +170,6 @@ def test_config_show_prints_every_setting_and_masks_passwords(monkeypatch):
     assert "env CACHESVC_BILLING__DATABASE_URL" == row["origin"]
     assert "postgresql://ledger:***@db/ledger" == row["value"]
     assert "hunter2" not in call("config", "show").stdout
-
-
-def test_config_show_knows_what_the_running_server_was_given(monkeypatch, tmp_path):
-    """Its flags are nowhere else, and `auto` is a number only there."""
-    monkeypatch.setenv("CACHESVC_SERVER__DATA_DIR", str(tmp_path))
-    given = load_settings({"cache.disk_bytes": "3GiB", "server.data_dir": tmp_path})
-    with announced(tmp_path, "http://127.0.0.1:1", "op-token"):
-        note_settings(tmp_path, settings_by_name(given.rows()))
-        rows = {row["name"]: row for row in told("config", "show")}
-        lines = call("config", "show").stdout
-    assert {"value": "3GiB", "origin": "flag"} == rows["cache.disk_bytes"]["running"]
-    assert rows["cache.host_bytes"]["running"]["origin"] == "default"
-    assert "the running server, flag" in " ".join(lines.split())
-    assert lines.count("cache.host_bytes") == 1
-    stopped = {row["name"]: row for row in told("config", "show")}
-    assert stopped["cache.disk_bytes"]["running"] is None
 
 
 def test_sizes_and_durations_read_well():

@@ -22,7 +22,6 @@ from cachesvc.cli.money.invocation import Invocation, operating
 from cachesvc.cli.money.receipts import receipt
 from cachesvc.cli.options import DataDir
 from cachesvc.cli.render import Column, fail, note, print_documents, print_json
-from cachesvc.config.places import local_zone_name
 
 _REMOVED = {
     "daily": "`cachesvc usage --by day`",
@@ -61,7 +60,7 @@ def usage(
         str | None, typer.Option(help="Split days or months by model, project, key, user ...")
     ] = None,
     timezone: Annotated[
-        str | None, typer.Option(help="Where days begin: such as Asia/Shanghai, or local  [UTC]")
+        str | None, typer.Option(help="Where days begin, such as Asia/Shanghai  [UTC]")
     ] = None,
     limit: Annotated[
         int, typer.Option(min=1, max=MOST_ROWS, help="At most this many sessions, latest first")
@@ -88,8 +87,7 @@ def usage(
         breakdown is None or check_split(breakdown)
     except InvalidName as error:
         fail(f"{error}; --by takes day and month too", 2)
-    # The server's own zone may be another.
-    zone = local_zone_name() if timezone == "local" else timezone or "UTC"
+    zone = timezone or "UTC"
     if statement is not None:
         _print_statement(call, tenant, statement, zone, breakdown, form)
         return
