@@ -125,13 +125,8 @@ REMOVED = {
     "billing.slice_tokens": "a hold covers 256 output tokens at a time; take it out",
     "metrics.vllm_aliases": "load is always told under vLLM's names too; take it out",
     "events.zmq_keep": "10000 batches are kept for replay; take it out",
-    **{
-        f"events.zmq_{key}": f'write events.zmq = {{endpoint = "...", {instead} = "..."}} instead'
-        for key, instead in (
-            ("replay", "replay_endpoint"),
-            ("topic", "topic"),
-        )
-    },
+    "events.zmq_replay": 'write events.zmq = {endpoint = "...", replay_endpoint = "..."} instead',
+    "events.zmq_topic": 'write events.zmq = {endpoint = "...", topic = "..."} instead',
     "events.zmq_format": "events are maps, as vLLM writes them from 0.24 on; take it out",
     "server.write_timeout": "a client that reads nothing for 1m is disconnected; take it out",
     "server.keepalive": "a comment is streamed after 15s of silence; take it out",
@@ -141,14 +136,9 @@ REMOVED = {
     "cache.disk_shards": "a new disk tier has two LMDB files; take it out",
     "cache.remote_timeout": "the remote tier has 1s to answer; take it out",
     "cache.pinned_share": "pins may take a quarter of the lowest tier; take it out",
-    **{
-        f"cache.{old}": f'write cache.quotas = {{"{name}" = "SIZE"}} instead'
-        for old, name in (
-            ("tenant_quotas", "NAME"),
-            ("group_quotas", "group:NAME"),
-            ("default_quota", "*"),
-        )
-    },
+    "cache.tenant_quotas": 'write cache.quotas = {"NAME" = "SIZE"} instead',
+    "cache.group_quotas": 'write cache.quotas = {"group:NAME" = "SIZE"} instead',
+    "cache.default_quota": 'write cache.quotas = {"*" = "SIZE"} instead',
     "engine.mixed_chunk_tokens": "it is a quarter of engine.chunk_tokens; take it out",
     **dict.fromkeys(
         ("tracing.endpoint", "tracing.sample", "tracing.service_name"),

@@ -14,7 +14,7 @@ from cachesvc.config.sections import CacheSection, EngineSection, ModelSection
 from cachesvc.config.settings import Settings
 from cachesvc.operator.scopes import other_arithmetics
 from cachesvc.server.backend import Deliver, MakeBackend
-from cachesvc.server.memory import of_server, warn_of_limit
+from cachesvc.server.memory import full_caches, largest, warn_of_limit
 from cachesvc.server.remote import remote_settings
 from engine.composition import Core, compose
 from engine.errors import ModelError
@@ -49,7 +49,7 @@ def prepare(settings: Settings, progress: Progress | None = None) -> tuple[Setti
     """Loads the model, and fills in what depends on its device."""
     loaded = load(settings.model, settings.server.data_dir, progress)
     filled = sized(settings, loaded.device)
-    warn_of_limit(of_server(filled.cache, on_gpu=loaded.device != "cpu"))
+    warn_of_limit(full_caches(filled.cache, on_gpu=loaded.device != "cpu"))
     return filled, over(loaded, filled)
 
 
@@ -74,9 +74,9 @@ def over(loaded: LoadedModel, settings: Settings) -> MakeBackend:
         try:
             core = build(loaded, settings, on_outputs, stream, shares)
         except MemoryError as error:
-            largest = of_server(settings.cache, on_gpu=loaded.device != "cpu").largest
+            caches = full_caches(settings.cache, on_gpu=loaded.device != "cpu")
             raise ConfigError(
-                f"the caches do not fit the memory of this machine: lower {largest}"
+                f"the caches do not fit the memory of this machine: lower {largest(caches)}"
             ) from error
         try:
             _tell(core.promise, settings.model)

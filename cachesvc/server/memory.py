@@ -12,7 +12,6 @@ once (docs/measurements, "Memory"). Free memory at the end of a thread's arena s
 import ctypes
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 from api.format import size
@@ -24,57 +23,41 @@ logger = logging.getLogger(__name__)
 GROWTH_BYTES = 64 << 20  # less is kept: memory that was returned is slow to touch again
 
 
-@dataclass(frozen=True, slots=True)
-class FullCaches:
-    """Bytes of ordinary memory that caches take when full, by the option that sets each, and those
-    of working copies that are kept for later prompts."""
+def full_caches(
+    cache: CacheSection, *, on_gpu: bool, node_bytes: int | None = None
+) -> dict[str, int]:
+    """Bytes of ordinary memory that caches take when full, by the option that sets each.
 
-    by_option: Mapping[str, int]
-    copies_bytes: int = 0
+    With vLLM, `node_bytes` are its node's: a control group pays for what its engine writes there,
+    which may be all.
+    """
+    from engine.hardware import CPU_CACHE_BYTES, CPU_COPIES_BYTES  # torch
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(self.by_option.values()) + self.copies_bytes
-
-    @property
-    def largest(self) -> str:
-        """The option of the cache that takes most, and its size."""
-        option, num_bytes = max(self.by_option.items(), key=lambda each: each[1])
-        return f"{option} ({size(num_bytes)})"
-
-
-def of_server(cache: CacheSection, *, on_gpu: bool) -> FullCaches:
-    from engine.hardware import CPU_COPIES_BYTES  # torch
-
-    caches = of_vllm(cache, cache.host_bytes, on_gpu=on_gpu)
-    return caches if on_gpu else replace(caches, copies_bytes=CPU_COPIES_BYTES // 4)
-
-
-def of_vllm(cache: CacheSection, node_bytes: int, *, on_gpu: bool) -> FullCaches:
-    """Those of a server with vLLM. Of the node's memory, a control group pays for what its engine
-    writes, which may be all."""
-    from engine.hardware import CPU_CACHE_BYTES  # torch
-
+    host_bytes = cache.host_bytes if node_bytes is None else node_bytes
     if on_gpu:
-        return of_node(node_bytes)
+        return {"--host-cache": host_bytes}
     device_bytes = cache.device_bytes or CPU_CACHE_BYTES
-    return FullCaches({"--device-cache": device_bytes, "--host-cache": node_bytes})
+    if node_bytes is None:
+        device_bytes += CPU_COPIES_BYTES // 4  # working copies that are kept for later prompts
+    return {"--device-cache": device_bytes, "--host-cache": host_bytes}
 
 
-def of_node(host_bytes: int) -> FullCaches:
-    return FullCaches({"--host-cache": host_bytes})
+def largest(caches: Mapping[str, int]) -> str:
+    """The option of the cache that takes most, and its size."""
+    option = max(caches, key=caches.__getitem__)
+    return f"{option} ({size(caches[option])})"
 
 
-def warn_of_limit(caches: FullCaches) -> None:
+def warn_of_limit(caches: Mapping[str, int]) -> None:
     """Say if they will not fit beside what this process has now: its code and weights."""
     limit, total = memory_limit(), total_bytes()
-    needed = anonymous_bytes() + caches.num_bytes
+    needed = anonymous_bytes() + sum(caches.values())
     lowest = min((each for each in (limit, total) if each is not None), default=needed)
     if needed > lowest:
         whose = "limit of this process's control group" if lowest == limit else "of this machine"
         logger.warning(
             f"the memory {whose} is {size(lowest)}, and with full caches the process needs "
-            f"{size(needed)}: lower {caches.largest}, or the system may end it"
+            f"{size(needed)}: lower {largest(caches)}, or the system may end it"
         )
 
 

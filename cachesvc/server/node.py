@@ -10,7 +10,7 @@ from cachesvc.config.errors import ConfigError
 from cachesvc.config.sections import EventsSection
 from cachesvc.observability.kv_events import published
 from cachesvc.observability.table import MetricSample, node_samples
-from cachesvc.server.memory import of_node, warn_of_limit
+from cachesvc.server.memory import warn_of_limit
 from cachesvc.server.supervisor import stop_signals
 from engine.operators.library import BUILT, Operators
 from tiers.disk.format.planes import use_library
@@ -29,7 +29,7 @@ def run_node(
     """Serves until one of `stop_signals`. Raises ConfigError, and what `NodeServer.open` does."""
     serving = NodeServer(settings)
     serving.open()
-    warn_of_limit(of_node(settings.host_bytes))
+    warn_of_limit({"--host-cache": settings.host_bytes})
     with closing(serving), published(events, serving.stream), _expanded_by_library(settings):
         if metrics:
             _answer_scrapes(metrics, settings.socket)

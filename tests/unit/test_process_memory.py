@@ -8,7 +8,7 @@ from cachesvc.config.errors import ConfigError
 from cachesvc.config.sections import CacheSection, ModelSection, ServerSection
 from cachesvc.config.settings import Settings
 from cachesvc.server.compute import load, over
-from cachesvc.server.memory import SpareMemory, of_node, of_server, of_vllm, warn_of_limit
+from cachesvc.server.memory import SpareMemory, full_caches, warn_of_limit
 from engine import cgroups
 from engine.cgroups import memory_limit
 from tests.children import ran
@@ -76,16 +76,16 @@ def test_a_start_says_that_full_caches_exceed_the_limit_or_the_machine(
     cache = CacheSection(device_bytes=64 * MIB, host_bytes=GIB)
     machine.groups.write_text("0::/\n")
     machine.put("memory.max", str(64 * GIB))
-    warn_of_limit(of_server(cache, on_gpu=False))
+    warn_of_limit(full_caches(cache, on_gpu=False))
     assert not caplog.text
     machine.put("memory.max", str(GIB))
-    warn_of_limit(of_server(cache, on_gpu=True))
+    warn_of_limit(full_caches(cache, on_gpu=True))
     [said] = caplog.messages
     assert "control group is 1 GiB" in said and "lower --host-cache (1 GiB)" in said
     caplog.clear()
     monkeypatch.setattr("cachesvc.server.memory.total_bytes", lambda: 2 * GIB)
     machine.put("memory.max", str(4 * GIB))
-    warn_of_limit(of_node(3 * GIB))
+    warn_of_limit({"--host-cache": 3 * GIB})
     [said] = caplog.messages
     assert "the memory of this machine is 2 GiB" in said and "lower --host-cache (3 GiB)" in said
 
@@ -104,7 +104,7 @@ def test_of_vllm_the_nodes_memory_counts_and_on_a_cpu_its_own_cache(
     cache = CacheSection(device_bytes=3 * GIB, host_bytes=GIB)
     machine.groups.write_text("0::/\n")
     machine.put("memory.max", str(2 * GIB))
-    warn_of_limit(of_vllm(cache, node_bytes, on_gpu=on_gpu))
+    warn_of_limit(full_caches(cache, on_gpu=on_gpu, node_bytes=node_bytes))
     [said] = caplog.messages
     assert f"lower {named}, or" in said
 

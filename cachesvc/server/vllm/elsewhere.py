@@ -19,7 +19,7 @@ from cachesvc.config.places import disk_path, models_path
 from cachesvc.config.settings import Settings
 from cachesvc.model_files import UnsupportedKv
 from cachesvc.server.backend import CoreElsewhere, NoBlocks, cache_stats
-from cachesvc.server.memory import of_vllm, warn_of_limit
+from cachesvc.server.memory import full_caches, warn_of_limit
 from cachesvc.server.vllm.arguments import asked_context, is_cpu, rank_of, serve_flags
 from cachesvc.server.vllm.child import VllmChild
 from cachesvc.server.vllm.node import ensure_node
@@ -205,7 +205,8 @@ def _node(settings: Settings) -> Path | None:
         host_bytes = ensure_node(socket, cache, disk, settings.events.publisher)
     elif cache.disk_bytes:
         logger.warning("cache.host_bytes is 0, so no node runs, and no block is kept on disk")
-    warn_of_limit(of_vllm(cache, host_bytes if socket else 0, on_gpu=not is_cpu()))
+    node_bytes = host_bytes if socket else 0
+    warn_of_limit(full_caches(cache, on_gpu=not is_cpu(), node_bytes=node_bytes))
     return socket
 
 
