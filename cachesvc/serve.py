@@ -8,6 +8,7 @@ opened. Slow imports and loading come last. Until all is ready, the port refuses
 import contextlib
 import gc
 import logging
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
@@ -20,7 +21,6 @@ from cachesvc.observability.kv_events import published
 from cachesvc.server.listen import bind, check_address, check_memory, make_data_dir
 from cachesvc.server.money import open_money
 from cachesvc.server.remote import check_remote
-from cachesvc.server.startup import Startup
 from cachesvc.server.supervisor import notify
 from cachesvc.server.vllm.arguments import check_installed
 from engine.driver import check_device, may_have_gpu
@@ -35,6 +35,35 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TIERS = "opening tiers and engine"
+SAY_EVERY_S = 10.0  # how far work within a phase is
+
+
+class Startup:
+    """The time of each phase of a start; logs what is done. Loading a model takes minutes."""
+
+    def __init__(self) -> None:
+        self._said, self._said_s = "", 0.0
+        self._began_s = time.monotonic()
+        self.took_s: dict[str, float] = {}  # of each finished phase, in order
+
+    @contextlib.contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """Counts the block as `phase`."""
+        began_s = time.monotonic()
+        logger.info(phase)
+        yield
+        self.took_s[phase] = time.monotonic() - began_s
+
+    def progress(self, what: str, part: float) -> None:
+        """Logs work within a phase, now and then; `part` is the done share, from 0 to 1."""
+        now_s = time.monotonic()
+        if part < 1 and (what != self._said or now_s - self._said_s >= SAY_EVERY_S):
+            self._said, self._said_s = what, now_s
+            logger.info(f"{what}: {part:.0%}" if part else what)
+
+    @property
+    def total_s(self) -> float:
+        return time.monotonic() - self._began_s
 
 
 def serve(

@@ -17,9 +17,9 @@ from cachesvc.cli.overrides import HELP, overridden, overriding
 from cachesvc.config.sections import CacheSection
 from cachesvc.config.settings import Settings
 from cachesvc.config.sources import load_settings
+from cachesvc.serve import Startup
 from cachesvc.serve import serve as run
 from cachesvc.server.logs import configure
-from cachesvc.server.startup import Startup
 from cachesvc.server.vllm.arguments import read_options
 
 logger = logging.getLogger(__name__)

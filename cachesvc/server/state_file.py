@@ -1,7 +1,6 @@
 """`state.sqlite3`: what is worth keeping over a restart. A convenience, not a record.
 
-It has the dashboard's requests (`remembered`), and turns and stored responses
-(`kept_turns`).
+It has the dashboard's requests (`request_memory`), and turns and stored responses (`kept_turns`).
 
 One thread writes it, in small transactions. A damaged file is replaced. A file that cannot be
 opened is left as it is. A failed write loses its data, and the first failure is logged. What must

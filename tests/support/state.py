@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from cachesvc.server.kept_turns import KeptTurns
-from cachesvc.server.remembered import Remembered
+from cachesvc.server.request_memory import Remembered
 from cachesvc.server.state_file import StateFile
 
 

@@ -11,7 +11,6 @@ from api.request_log import RequestLogger
 from cachesvc.config.errors import ConfigError
 from cachesvc.config.sections import ServerSection
 from cachesvc.server.listen import bind, check_address, is_loopback, listen
-from cachesvc.server.startup import Startup
 from cachesvc.server.watch import ServerWatch
 
 
