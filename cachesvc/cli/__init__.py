@@ -7,6 +7,7 @@ Exit codes: 0 success, 1 failure, 2 wrong usage, 130 interrupted, 143 terminated
 
 import errno
 import gc
+import logging
 import os
 import signal
 import sys
@@ -17,7 +18,6 @@ import typer
 
 import cachesvc
 from api.format import plain
-from cachesvc.cli.exits import exit_code, leave
 from cachesvc.cli.lazy import Command, LazyGroup, lazy_group
 from cachesvc.cli.lazy import load as load_entry
 from cachesvc.cli.render import fail
@@ -151,7 +151,7 @@ class Root(LazyGroup):
                 fail(f"a disk failed: {error}; see the kernel's log, and repair its file system")
             if not isinstance(error, _user_errors()):
                 raise
-            fail(str(error), exit_code(error))
+            fail(str(error), _exit_code(error))
 
 
 def _explain_removed(error: Any) -> None:
@@ -258,3 +258,26 @@ def _user_errors() -> tuple[type[Exception], ...]:
     from tiers.errors import TierError
 
     return (ConfigError, LiveError, TierError, EngineError, BillingError)
+
+
+def _exit_code(error: Exception) -> int:
+    """2 for an unknown option or an invalid value of one, also where the server finds it."""
+    from billing.errors import InvalidAmount, InvalidLimit, InvalidName, InvalidSpan
+    from cachesvc.config.errors import WrongOption
+    from cachesvc.server.server_file import ServerFoundWrong
+
+    values = (InvalidAmount, InvalidLimit, InvalidName, InvalidSpan)
+    return 2 if isinstance(error, (WrongOption, ServerFoundWrong, *values)) else 1
+
+
+def leave(code: int) -> NoReturn:
+    """Ends the process without unloading modules. Extension modules would print leaks, and Python
+    would destroy torch's modules object by object.
+
+    After Ctrl-C that took a server 5.9 s instead of 0.7 s, on two busy cores (`py-spy dump
+    --native` shows `gc_collect_main`).
+    """
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -10,8 +10,8 @@ from rich.console import Console
 
 import cachesvc
 from api.format import seconds, size
+from cachesvc.cli import leave
 from cachesvc.cli.config import shown
-from cachesvc.cli.exits import leave
 from cachesvc.cli.options import named
 from cachesvc.cli.overrides import HELP, overridden, overriding
 from cachesvc.config.sections import CacheSection
