@@ -233,7 +233,6 @@ class TieredCache(CacheGroup):
             events=dict(counters.events),
             transfers=counters.transfers.stats(),
             num_loads=self._promoter.num_loads,
-            num_stores=self._demoter.num_stores,
             loads_refused=self.economy.refused,
             collisions=self.index.collisions,
             load_bytes_per_s=self.economy.load_bytes_per_s,

@@ -21,7 +21,6 @@ class CacheStats:
     events: Mapping[tuple[TierName, CacheEvent], int] = field(default_factory=dict)
     transfers: Mapping[Lane, TransferStats] = field(default_factory=dict)
     num_loads: int = 0
-    num_stores: int = 0
     loads_refused: int = 0
     collisions: int = 0
     load_bytes_per_s: float = 0.0

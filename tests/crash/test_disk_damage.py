@@ -6,7 +6,6 @@ and opens it once more, because LMDB answers some damage with a signal.
 
 import random
 import shutil
-from dataclasses import replace
 
 import pytest
 
@@ -15,7 +14,6 @@ from tests.patience import until
 from tests.support.faulty_storage import chain, fetched, put, take
 from tiers.blocks.frames import FrameArena
 from tiers.blocks.layout import BlockLayout
-from tiers.disk.directory import read_meta, write_meta
 from tiers.disk.inspection.verify import verify_all
 from tiers.disk.open import open_disk
 
@@ -101,9 +99,6 @@ def damage(root, seed):
     path.write_bytes(data)
     if rng.random() < 0.1:
         (path.parent / "lock.mdb").write_bytes(rng.randbytes(rng.choice([100, 8192])))
-    meta = read_meta(root)
-    if rng.random() < 0.3:
-        write_meta(root, replace(meta, clean=False))
     return ", ".join(done)
 
 
@@ -182,8 +177,6 @@ def cut_power(root, seed):
         for at in range(0, len(new), PAGE)
     ]
     data_file(root).write_bytes(b"".join(pages))
-    meta = read_meta(root)
-    write_meta(root, replace(meta, clean=False))
 
 
 def serve_while_checked(root):

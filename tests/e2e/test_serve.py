@@ -65,7 +65,6 @@ def test_hits_come_from_the_device_then_after_a_restart_from_disk(data_dir):
     assert "stopped; the tiers were flushed" in log.splitlines()[-1]
 
     kept = told("cache", "stats", "--data-dir", data_dir)
-    assert kept["clean"]
     assert kept["num_blocks"] >= cold["usage"]["prompt_tokens"] // 64
 
     with server(data_dir) as (process, url):

@@ -59,7 +59,7 @@ def data_dir(tmp_path, ids):
 
 def test_stats_tell_blocks_bytes_and_that_no_server_runs(data_dir):
     found = told("cache", "stats", "--data-dir", data_dir)
-    assert (NUM_BLOCKS, True, None) == (found["num_blocks"], found["clean"], found["server"])
+    assert (NUM_BLOCKS, None) == (found["num_blocks"], found["server"])
     assert NUM_BLOCKS * LAYOUT.nbytes == found["logical_bytes"]
     assert "none running" in in_cache("stats", data_dir)
 

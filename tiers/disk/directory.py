@@ -1,6 +1,6 @@
-"""The folder of a disk tier: its lock, its format, and whether it was closed properly.
+"""The folder of a disk tier: its lock and its format.
 
-    disk.json     format version, shards, map size, clean or not, blocks
+    disk.json     format version, shards, map size, blocks
     server.lock   held with flock by the one server; names it
     shard-000/    one LMDB environment, and so on
 
@@ -38,7 +38,6 @@ class Meta:
     format: int
     num_shards: int
     map_bytes: int  # of each shard
-    clean: bool = False  # closed by its server, everything synced
     num_blocks: int = 0  # when it was last opened, synced or closed
     block_size: int = 0  # tokens, as last opened
     capacity_bytes: int = 0  # of all shards, as last set
@@ -161,11 +160,11 @@ def replace_json(path: Path, document: Mapping[str, object]) -> None:
         os.close(folder)
 
 
-def mark(root: Path, *, clean: bool, num_blocks: int) -> None:
-    """Records whether the folder was closed properly."""
+def note_blocks(root: Path, num_blocks: int) -> None:
+    """Records how many blocks the folder has."""
     meta = read_meta(root)
     if meta is not None:
-        write_meta(root, replace(meta, clean=clean, num_blocks=num_blocks))
+        write_meta(root, replace(meta, num_blocks=num_blocks))
 
 
 def shard_of(key: PrefixKey, num_shards: int) -> int:

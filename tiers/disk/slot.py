@@ -72,11 +72,6 @@ class ShardSlot:
             self._shard = opening.open_shard()
 
     @property
-    def damaged(self) -> bool:
-        """Whether the file is not known to be sound."""
-        return self._doubted or self._shard is None
-
-    @property
     def failing(self) -> str:
         """Why its commits fail; empty if they do not. A single failure may pass."""
         return self._failure if self._num_failed >= FAILED_COMMITS else ""

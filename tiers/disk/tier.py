@@ -21,7 +21,7 @@ from tiers.blocks.keys import BlockId, PrefixKey
 from tiers.blocks.layout import BlockLayout
 from tiers.blocks.part import Part
 from tiers.disk.counts import DiskCounts
-from tiers.disk.directory import FORMAT, DirectoryLock, Meta, mark, shard_of
+from tiers.disk.directory import FORMAT, DirectoryLock, Meta, note_blocks, shard_of
 from tiers.disk.events import DiskEvents
 from tiers.disk.format.payload import joined, proven
 from tiers.disk.format.record import (
@@ -296,21 +296,20 @@ class DiskTier(ManagedTier):
             return count(view.shards, roots)
 
     def close(self) -> None:
-        """Flushes, records a proper close, and releases the folder."""
+        """Flushes, records the number of blocks, and releases the folder."""
         if self._closed:
             return
         self._writer.flush()
         num_blocks = self.stats().num_blocks
-        whole = not any(slot.damaged for slot in self._slots)
         for tier in (self, *self._beside):
             tier._closed = True
             tier._writer.close()
         for slot in self._slots:
             slot.close()
         try:
-            mark(self.root, clean=whole, num_blocks=num_blocks)
+            note_blocks(self.root, num_blocks)
         except OSError as error:
-            logger.warning(f"disk cache: {self.root} could not be marked clean: {error}")
+            logger.warning(f"disk cache: {self.root} cannot be written as it closes: {error}")
         self._lock.release()
 
     def _check_open(self) -> None:

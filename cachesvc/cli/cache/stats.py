@@ -81,7 +81,6 @@ def _capacity(summary: DiskSummary) -> str:
 
 
 def _summary_pairs(summary: DiskSummary) -> dict[str, object]:
-    not_closed = "no, the server has it open" if summary.server else "not cleanly"
     return {
         "directory": summary.path,
         "server": summary.server or "none running",
@@ -95,5 +94,4 @@ def _summary_pairs(summary: DiskSummary) -> dict[str, object]:
         "shards": summary.num_shards,
         "ever stored": f"{number_of(summary.num_stored, 'block')}, {size(summary.written_bytes)}",
         "ever evicted": number_of(summary.num_evicted, "block"),
-        "closed": "cleanly" if summary.clean else not_closed,
     }

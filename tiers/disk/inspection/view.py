@@ -70,7 +70,6 @@ class DiskSummary:
     num_evicted: int
     written_bytes: int
     num_scopes: int
-    clean: bool
     server: str | None  # the server that holds the folder
 
     @property
@@ -103,7 +102,6 @@ class DiskView:
             num_evicted=sum(total.num_evicted for total in totals),
             written_bytes=sum(total.written_bytes for total in totals),
             num_scopes=len(self.accounts()),
-            clean=self.meta.clean,
             server=read_holder(self.path) if is_locked(self.path) else None,
         )
 
