@@ -114,11 +114,7 @@ class Service:
     def app(self, meter: LedgerMeter) -> Callable[..., Any]:
         money, server = self._money, self._settings.server
         wire = Collaborators(
-            access=Access(
-                gatekeeper=money.gatekeeper,
-                salts=money.salts,
-                limits=money.limits,
-            ),
+            access=Access(gatekeeper=money.gatekeeper, salts=money.salts, limits=money.limits),
             inference=Inference(
                 engines=[self._engine_parts(place, meter) for place in range(len(self.servings))],
                 bridge=self._bridge,
@@ -132,8 +128,7 @@ class Service:
             ),
             records=self._memory.records,
             settings=WireSettings(
-                max_body_bytes=server.max_body_bytes,
-                cors_origins=server.cors_origins,
+                max_body_bytes=server.max_body_bytes, cors_origins=server.cors_origins
             ),
             readiness=self._watch.readiness,
             render_metrics=self.metrics.render,

@@ -120,8 +120,7 @@ class ServerSection(Section):
         "fires",
     )
     groups: dict[str, list[str]] = Field(
-        default_factory=dict,
-        description="Groups of tenants that share prefixes; * is every tenant",
+        default_factory=dict, description="Groups of tenants that share prefixes; * is every tenant"
     )
 
 

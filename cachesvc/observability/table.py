@@ -152,20 +152,13 @@ VLLM = tuple(
     )
 )
 # Of an engine at a URL, which is the first label of each, and of the model that it computes.
+_OF_ENGINE = ("engine", "model")
 ENGINES = (
-    gauge("engine_up", "is_up", "1 while an engine at a URL answers", "engine", "model"),
-    gauge(
-        "engine_requests", "num_in_flight", "Requests in flight at the engine", "engine", "model"
-    ),
-    counter(
-        "engine_prompt_tokens", "prompt_tokens", "Prompt tokens of answers begun", "engine", "model"
-    ),
-    counter(
-        "engine_hit_tokens", "hit_tokens", "Those of them that it had cached", "engine", "model"
-    ),
-    counter(
-        "engine_errors", "errors", "Requests that met a fault of the engine", "engine", "model"
-    ),
+    gauge("engine_up", "is_up", "1 while an engine at a URL answers", *_OF_ENGINE),
+    gauge("engine_requests", "num_in_flight", "Requests in flight at the engine", *_OF_ENGINE),
+    counter("engine_prompt_tokens", "prompt_tokens", "Prompt tokens of answers begun", *_OF_ENGINE),
+    counter("engine_hit_tokens", "hit_tokens", "Those of them that it had cached", *_OF_ENGINE),
+    counter("engine_errors", "errors", "Requests that met a fault of the engine", *_OF_ENGINE),
 )
 # Of a tier, which is the first label of each.
 TIER = (
@@ -333,18 +326,8 @@ LEDGER = (
 METRICS: Mapping[str, Metric] = {
     row.name: row
     for rows in (
-        OBSERVED,
-        SERVER,
-        ENGINE,
-        VLLM,
-        ENGINES,
-        TIER,
-        DISK,
-        CHECKPOINTS,
-        CACHE,
-        SHARED,
-        MONEY,
-        LEDGER,
+        *(OBSERVED, SERVER, ENGINE, VLLM, ENGINES, TIER, DISK),
+        *(CHECKPOINTS, CACHE, SHARED, MONEY, LEDGER),
     )
     for row in rows
 }

@@ -17,13 +17,7 @@ from api.cache.explorer import BlockCaller, Caller, in_process
 from api.errors import CacheNotKept, CacheNotPaid
 from api.job import Job, Kept
 from billing.reports.receipts import ReceiptSigner
-from cachesvc.operator.purge import (
-    keep_receipt,
-    purge_unserved,
-    receipt,
-    roots_to_purge,
-    together,
-)
+from cachesvc.operator.purge import keep_receipt, purge_unserved, receipt, roots_to_purge, together
 from cachesvc.operator.scopes import ScopeKind
 from cachesvc.operator.storage_meter import StorageMeter
 from tiers.blocks.chain import Chain, KeyedPrefix
@@ -76,13 +70,7 @@ class CacheOperator:
         self._elsewhere = elsewhere
 
     async def pin(
-        self,
-        name: str,
-        prefix: Chain | KeyedPrefix,
-        until_s: float,
-        why: str,
-        *,
-        owner: str = "",
+        self, name: str, prefix: Chain | KeyedPrefix, until_s: float, why: str, *, owner: str = ""
     ) -> Pin[PrefixKey]:
         """Pins a prefix, durably. Raises PinError, also if its first hour is not paid for, and
         NotSaved; then there is no pin of this name."""

@@ -15,13 +15,7 @@ from billing.reports.receipts import ReceiptSigner
 from cachesvc.config.places import disk_path
 from cachesvc.operator.scopes import ScopeKind, find_damage, roots_of
 from tiers.blocks.keys import PrefixKey
-from tiers.disk.directory import (
-    DirectoryLock,
-    group_folders,
-    is_locked,
-    read_elsewhere,
-    read_meta,
-)
+from tiers.disk.directory import DirectoryLock, group_folders, is_locked, read_elsewhere, read_meta
 from tiers.disk.inspection.maintenance import count, purge
 from tiers.disk.inspection.opening import open_disks
 from tiers.disk.pin_file import load_pins, save_pins

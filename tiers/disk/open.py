@@ -155,12 +155,7 @@ def _open_shard(
 ) -> Shard:
     path.mkdir(parents=True, exist_ok=True)
     shard = Shard(
-        path,
-        map_bytes,
-        storage=storage,
-        clock=clock,
-        guard=guard,
-        on_commit=events.committed,
+        path, map_bytes, storage=storage, clock=clock, guard=guard, on_commit=events.committed
     )
     events.opened(shard.totals.num_blocks)
     return shard

@@ -65,11 +65,7 @@ class BlockReader:
     """Reads blocks of one layout out of the shards in `slots`."""
 
     def __init__(
-        self,
-        slots: Sequence[ShardSlot],
-        layout: BlockLayout,
-        scratch: Scratch,
-        counts: DiskCounts,
+        self, slots: Sequence[ShardSlot], layout: BlockLayout, scratch: Scratch, counts: DiskCounts
     ) -> None:
         self._slots = slots
         self._part_bytes = {part: layout.part_nbytes(part) for part in Part}

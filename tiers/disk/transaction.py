@@ -168,8 +168,7 @@ class Writer:
         self._account(record.scope, count, stored, record.logical_nbytes)
         totals = self.totals
         self.totals = totals._replace(
-            num_stored=totals.num_stored + count,
-            written_bytes=totals.written_bytes + stored,
+            num_stored=totals.num_stored + count, written_bytes=totals.written_bytes + stored
         )
         self.written_bytes += stored
         self.fresh.append((record.key, entry))

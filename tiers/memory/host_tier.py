@@ -24,11 +24,7 @@ class HostTier:
     then, and may choose it only while it is EVICTABLE."""
 
     def __init__(
-        self,
-        index: BlockIndex,
-        frames: Arena | None,
-        policy: Policy[Block],
-        queue: WriteQueue,
+        self, index: BlockIndex, frames: Arena | None, policy: Policy[Block], queue: WriteQueue
     ) -> None:
         self.frames = frames
         self.policy = policy

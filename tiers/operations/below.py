@@ -57,9 +57,7 @@ def _in_memory(residency: "Residency") -> Callable[[PrefixKey], BlockId | None]:
 
 
 def _walk(
-    key: PrefixKey,
-    found: dict[PrefixKey, BlockId],
-    identity: Callable[[PrefixKey], BlockId | None],
+    key: PrefixKey, found: dict[PrefixKey, BlockId], identity: Callable[[PrefixKey], BlockId | None]
 ) -> PrefixKey | None:
     """Adds the blocks that end with `key` to `found`. Returns the first that is missing."""
     while key not in found:

@@ -66,8 +66,7 @@ def list_keys(call: Invocation, tenant: TenantOption = None) -> None:
 @app.command()
 @operating("reason", "json")
 def revoke(
-    call: Invocation,
-    key: Annotated[str, typer.Argument(help="Id or prefix of the key")],
+    call: Invocation, key: Annotated[str, typer.Argument(help="Id or prefix of the key")]
 ) -> None:
     """Revoke a key at once."""
     revoked = call.change(keys.revoke_key, key_id=key.removesuffix("..."))

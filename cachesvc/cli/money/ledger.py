@@ -61,8 +61,7 @@ def verify(
         typer.Option(help="A customer's receipt; proves its entry and all entries before it"),
     ] = None,
     public_key: Annotated[
-        str | None,
-        typer.Option(help="The published key, in hex  [those of the data directory]"),
+        str | None, typer.Option(help="The published key, in hex  [those of the data directory]")
     ] = None,
     rebuild: Annotated[
         bool,

@@ -12,13 +12,7 @@ from billing.operations import ledger, prices
 from billing.prices.book import NS, STANDARD, Rates
 from billing.prices.cards import find_card
 from billing.prices.lint import CardFinding, Severity, lint
-from billing.reports.documents import (
-    EXTRAS,
-    RATES,
-    Document,
-    card_document,
-    finding_document,
-)
+from billing.reports.documents import EXTRAS, RATES, Document, card_document, finding_document
 from billing.usage import HIT_CLASSES
 from cachesvc.cli.lazy import without
 from cachesvc.cli.money.books import MOST_DAYS, TenantOption

@@ -12,14 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from tiers.disk.directory import (
-    FORMAT,
-    DirectoryLock,
-    Meta,
-    group_folders,
-    read_meta,
-    shard_path,
-)
+from tiers.disk.directory import FORMAT, DirectoryLock, Meta, group_folders, read_meta, shard_path
 from tiers.disk.guard import DiskGuard
 from tiers.disk.pin_file import pinned_keys
 from tiers.disk.recovery.check import TooLong, check_shard, last_transaction

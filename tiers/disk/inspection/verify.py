@@ -10,13 +10,7 @@ from dataclasses import dataclass, field
 from tiers.blocks.keys import PrefixKey, child_key
 from tiers.disk.format.codec import Codec, DecodeError
 from tiers.disk.format.payload import decode
-from tiers.disk.format.record import (
-    Header,
-    check_payload,
-    num_blocks_of,
-    record_key,
-    unpack_header,
-)
+from tiers.disk.format.record import Header, check_payload, num_blocks_of, record_key, unpack_header
 from tiers.disk.format.rows import IndexEntry
 from tiers.disk.inspection.maintenance import delete, pages
 from tiers.disk.shard import Shard
