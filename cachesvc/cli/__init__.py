@@ -70,15 +70,10 @@ _BOOK_IT = "a tenant has one currency: convert the payment, then book it in that
 REMOVED_OPTIONS = {
     "bench ttft --output": "redirect the output of --json",
     "bench ttft --repeats": "each kind of hit is asked for five times; leave it out",
-    **{
-        f"bench ttft --{option}": f"set CACHESVC_{setting} instead"
-        for option, setting in (
-            ("model", "MODEL__NAME"),
-            ("device", "MODEL__DEVICE"),
-            ("kv-dtype", "MODEL__KV_DTYPE"),
-            ("block-size", "CACHE__BLOCK_SIZE"),
-        )
-    },
+    "bench ttft --model": "set CACHESVC_MODEL__NAME instead",
+    "bench ttft --device": "set CACHESVC_MODEL__DEVICE instead",
+    "bench ttft --kv-dtype": "set CACHESVC_MODEL__KV_DTYPE instead",
+    "bench ttft --block-size": "set CACHESVC_CACHE__BLOCK_SIZE instead",
     "cache tree --live": "it asks the running server, which has every tier; leave it out",
     "cache tree --children": "the server draws what fits; --depth and --tenant choose",
     "cache purge --database-url": "the running server purges, and has its ledger; leave it out",
@@ -89,11 +84,10 @@ REMOVED_OPTIONS = {
     ),
     "prices show --diff": "compare the cards' TOML files",
     "tenants budget --hard": "every budget refuses what would pass it; leave it out",
-    **{
-        f"tenants budget --{name}": "Prometheus asks for top-ups: see TopUpWanted in "
-        "ops/prometheus/rules.yml"
-        for name in ("ask", "most")
-    },
+    **dict.fromkeys(
+        ("tenants budget --ask", "tenants budget --most"),
+        "Prometheus asks for top-ups: see TopUpWanted in ops/prometheus/rules.yml",
+    ),
     "balance grant --for": "give a grant that any request spends, with --expires",
     "balance withdraw --currency": _BOOK_IT,
     **{

@@ -57,7 +57,7 @@ class Dashboard:
         watch: ServerWatch,
         operator: CacheOperator,
     ) -> None:
-        self._snapshot = partial(_snapshot, watch)
+        self._watch = watch
         self.history = History(self._snapshot, watch.latencies.spreads)
         books, tokenizer = money.books, core.loaded.tokenizer
         alerts = Alerts(settings.server.prometheus_url, watch.readiness, watch.sources.violations)
@@ -97,6 +97,9 @@ class Dashboard:
         rates = {name: recent[series] for name, series in RECENT.items()}
         return self._snapshot() | {"recent": {"window_s": RECENT_S} | rates}
 
+    def _snapshot(self) -> dict[str, Any]:
+        return snapshot(self._watch.sources, self._watch.metrics.counters())
+
     def first_link(self, url: str) -> str:
         """A one-time login link for the user who started the server."""
         token = self.parts.sessions.make_link(Admin("operator"), FIRST_LINK_S)
@@ -107,7 +110,3 @@ class Dashboard:
         while True:
             self.history.sample()
             await asyncio.sleep(SAMPLE_S)
-
-
-def _snapshot(watch: ServerWatch) -> dict[str, Any]:
-    return snapshot(watch.sources, watch.metrics.counters())

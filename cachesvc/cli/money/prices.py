@@ -93,16 +93,10 @@ def export(
         if found.price_of(name) is None:
             fail(f"{found.name} {found.version} has no price for model {name!r}")
     print_json({name: _litellm(found.pin(name, STANDARD).rates) for name in models})
-    note("left out, because the map has no field: " + ", ".join(_UNMAPPED))
-
-
-_UNMAPPED = (
-    "windows of time and of long prompts",
-    "tiers",
-    "explicit caches and storage",
-    "fees and minimums of a request",
-    "prices of single tenants",
-)
+    note(
+        "left out, because the map has no field: windows of time and of long prompts, tiers, "
+        "explicit caches and storage, fees and minimums of a request, prices of single tenants"
+    )
 
 
 def _litellm(rates: Rates) -> dict[str, object]:
