@@ -10,6 +10,7 @@ import pytest
 from api.request_log import RequestLogger
 from cachesvc.config.errors import ConfigError
 from cachesvc.config.sections import ServerSection
+from cachesvc.serve import Startup
 from cachesvc.server.listen import bind, check_address, is_loopback, listen
 from cachesvc.server.watch import ServerWatch
 
