@@ -25,8 +25,8 @@ def said(role: str, *parts: Any, **more: Any) -> dict[str, Any]:
     return {"role": role, "content": [*parts], **more}
 
 
-def text(words: str = "What is it?", kind: str = "text") -> dict[str, Any]:
-    return {"type": kind, "text": words}
+def text(kind: str = "text") -> dict[str, Any]:
+    return {"type": kind, "text": "What is it?"}
 
 
 def input_of(*items: Any) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def result(*content: Any) -> dict[str, Any]:
     return {"type": "tool_result", "tool_use_id": "t1", "content": [*content]}
 
 
-ASKED = text(kind="input_text")
+ASKED = text("input_text")
 CALL = {"type": "function_call", "name": "f", "call_id": "1", "arguments": "{}"}
 OUTPUT = {"type": "function_call_output", "call_id": "1", "output": [OF_RESPONSES]}
 WHO, DEEP = said("user", text()), "messages[2].content[0].content[0].source.content[0]"

@@ -102,16 +102,6 @@ async def test_a_bug_in_an_answer_is_logged_but_not_shown_to_the_client(
     assert any(record.exc_info and "inside" in str(record.exc_info[1]) for record in caplog.records)
 
 
-async def test_a_failure_in_the_middle_of_a_stream_is_an_event(client, house):
-    house.engine.script = Script(answer="x" * 100, fail_after=3, step_s=0.02)
-    response = await client.post(CHAT, json=STREAM)
-    assert 200 == response.status_code
-    assert '"error":{"message"' in response.text
-    assert response.text.endswith("data: [DONE]\n\n")
-    charge = house.meter.last
-    assert (Outcome.FAILED, 3) == (charge.served.outcome, charge.served.usage.output)
-
-
 async def test_one_prompt_refused_gives_all_back(client, house):
     house.engine.script = Script(stall=True)
     submit = house.engine.submit

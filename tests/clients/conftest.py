@@ -3,7 +3,6 @@
 import contextlib
 import json
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from tests.support.litellm import litellm
 PROGRAM_S = 900
 MODEL = "smollm2-135m"
 SPENT = "spent-out"  # as in programs/cells.py, which imports nothing of the server
-Ran = Callable[[str], dict[str, Any]]
 
 
 class DefaultServer(LiveServer):

@@ -27,7 +27,7 @@ from billing.reports.focus import corrected_instants, focus_csv, focus_rows
 from billing.reports.statement import statement, statement_csv, statement_json
 from billing.usage import Usage
 from tests.contract.test_independent_rater import Card, cost
-from tests.support.billing import TestLedger, card_text, entries_of, priced, running_ledger
+from tests.support.billing import card_text, entries_of, priced, running_ledger
 
 BEGINS = {"valid_from": "2024-12-31T00:00:00Z"}
 OWN = {"tenants": ["acme"], "factors": {"batch": "0.5"}}
@@ -114,9 +114,7 @@ def at_ns(day):
 
 
 def deposits(house, sheets):
-    by = {"by": "ops"}
-
-    grant = Deposit("acme", Kind.GRANT, "hello", 9 * UNITS, **by)
+    grant = Deposit("acme", Kind.GRANT, "hello", 9 * UNITS, by="ops")
     house.ledger.post(grant).result()
     house.fund(900 * UNITS, "acme")
     house.fund(300 * UNITS, "bolt")
@@ -125,7 +123,6 @@ def deposits(house, sheets):
 
 
 NAMES = ("acme", "bolt", "cato")
-Month = tuple[TestLedger, dict[str, Sheet]]
 
 
 @pytest.mark.parametrize("tenant", NAMES)

@@ -122,9 +122,6 @@ def cost(cards, tenant, model, at, used, asked):
     return total
 
 
-Grants = dict[int, tuple[int, Decimal]]  # by entry: when it ends, and its amount
-
-
 def moved(postings):
     pairs = (part.split(":") for part in postings.split())
     return {name: Decimal(units) for name, units in pairs}

@@ -6,7 +6,6 @@ import random
 import socket
 import time
 import urllib.request
-from collections.abc import Callable
 from contextlib import contextmanager, suppress
 
 import pytest
@@ -127,7 +126,6 @@ def test_a_refusal_stops_the_export_at_once_and_nothing_is_skipped(house, meter,
 
 
 LONG_S = 60.0
-Speak = Callable[[socket.socket], None]
 
 
 @contextmanager
