@@ -6,12 +6,13 @@ the kernel refuses the copy. The small process has imported what the children ne
 
 import multiprocessing
 import os
-import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Mapping
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+
+from tests.patience import ended
 
 ROOT = Path(__file__).parents[1]
 FORKS = multiprocessing.get_context("forkserver")
@@ -23,8 +24,7 @@ IMPORTED = [
 
 def ran(code: str, *arguments: object, env: Mapping[str, str] | None = None) -> str:
     """What a program of Python prints, in a process of its own."""
-    command = [sys.executable, "-c", code, *map(str, arguments)]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
+    done = ended(sys.executable, "-c", code, *arguments, cwd=ROOT, env=env)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

@@ -18,7 +18,7 @@ from billing.ledger import Ledger
 from billing.prices.cards import default_card
 from billing.store.opening import database_url, open_store
 from tests.children import Program
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, ended
 
 SCRIPT = Path(sys.executable).with_name("cachesvc")
 READY = re.compile(r"serves \S+ on (http://[^\s\"]+)")
@@ -139,13 +139,8 @@ class LiveServer:
 
     def told(self, *arguments):
         """What a command prints with --json for this data directory."""
-        done = subprocess.run(
-            [SCRIPT, *arguments, "--json", "--data-dir", self.data_dir],
-            capture_output=True,
-            text=True,
-            timeout=self.start_s,
-            check=False,
-        )
+        command = [SCRIPT, *arguments, "--json", "--data-dir", self.data_dir]
+        done = ended(*command, timeout=self.start_s)
         assert done.returncode == 0, done.stdout + done.stderr
         return json.loads(done.stdout)
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import ended
+
 _MNT_DETACH = 2
 
 
@@ -26,12 +28,7 @@ def mounted(folder: Path, kind: str, num_bytes: int, options: str = "rw") -> Ite
             file.truncate(num_bytes)
         subprocess.run(["mkfs.ext4", "-q", image], check=True)
         options, device = options.replace(f"size={num_bytes}", "loop"), str(image)
-    made = subprocess.run(
-        ["mount", "-t", kind, "-o", options, device, place],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    made = ended("mount", "-t", kind, "-o", options, device, place)
     if made.returncode:
         pytest.skip(f"nothing can be mounted here: {made.stderr}")
     try:

@@ -7,6 +7,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,6 +23,12 @@ def installed(name: str) -> str:
         give_up = pytest.fail if os.environ.get("CI") == "true" else pytest.skip
         give_up(f"no {name} in PATH")
     return path
+
+
+def ended(*command: object, **options: Any) -> "subprocess.CompletedProcess[str]":
+    """A program that has ended, with what it printed."""
+    told: dict[str, Any] = {"timeout": PATIENCE_S, "check": False, **options}
+    return subprocess.run([*map(str, command)], capture_output=True, text=True, **told)
 
 
 def free_port() -> int:

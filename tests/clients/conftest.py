@@ -11,6 +11,7 @@ import pytest
 from tests.bench.report import commit, machine
 from tests.clients.matrix import PROGRAMS, Program
 from tests.live_server import SCRIPT, LiveServer
+from tests.patience import ended
 from tests.support.litellm import litellm
 
 PROGRAM_S = 900
@@ -85,13 +86,8 @@ def _before(
 def _told(name: str, program: Program, url: str) -> dict[str, Any]:
     if not program.environment.exists():
         pytest.fail(f"{program.environment} is missing; run make test-clients")
-    done = subprocess.run(
-        [program.interpreter, program.path, url, MODEL, program.environment],
-        capture_output=True,
-        text=True,
-        timeout=PROGRAM_S,
-        check=False,
-    )
+    command = [program.interpreter, program.path, url, MODEL, program.environment]
+    done = ended(*command, timeout=PROGRAM_S)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert lines, f"{name} told nothing: {done.stderr[-3000:]}"
     packages, *cells = lines

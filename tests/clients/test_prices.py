@@ -1,7 +1,5 @@
 """LiteLLM reads the price map that we print, and adds up an answer as our ledger does."""
 
-import subprocess
-
 import pytest
 from typer.testing import CliRunner
 
@@ -10,6 +8,7 @@ from billing.prices.rating import rate
 from billing.usage import Usage
 from cachesvc.cli import app
 from tests.clients.matrix import PROGRAMS
+from tests.patience import ended
 from tests.unit.test_billing_cli import USD_CARD
 
 pytestmark = [pytest.mark.clients, pytest.mark.timeout(600)]
@@ -30,14 +29,8 @@ def test_litellm_adds_up_what_our_ledger_would(tmp_path):
     card = tmp_path / "usd.toml"
     card.write_text(USD_CARD)
     told = CliRunner().invoke(app, ["prices", "export", str(card), "--model", "qwen3-8b"])
-    done = subprocess.run(
-        [PROGRAMS["litellm"].interpreter, "-c", ADD_UP],
-        input=told.stdout,
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=300,
-    )
+    python = PROGRAMS["litellm"].interpreter
+    done = ended(python, "-c", ADD_UP, input=told.stdout, check=True)
     pinned = parse_card(USD_CARD).pin("qwen3-8b", "standard")
     ours = rate(Usage(hit_disk=64, miss=36, output=10), pinned).amount
     assert ours == round(float(done.stdout.splitlines()[-1]) * 10**12)

@@ -2,7 +2,6 @@
 
 import re
 import shutil
-import subprocess
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 
 from tests.live_clients import completed, hits_of
 from tests.live_server import ForkedServer
+from tests.patience import ended
 from tests.redis_server import redis_server
 from tests.support.models import save_tiny_model
 
@@ -45,8 +45,7 @@ def pair(tmp_path_factory):
 
 def test_the_example_decodes_on_one_server_what_the_other_computed(pair):
     prefill, decode = pair
-    command = [sys.executable, EXAMPLE, prefill, decode, STORY]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = ended(sys.executable, EXAMPLE, prefill, decode, STORY)
     assert 0 == done.returncode, done.stderr
     alone = completed(decode, "demo", STORY, max_tokens=32, cachesvc={"cache": False})
     assert alone["choices"][0]["text"] == done.stdout.removesuffix("\n")

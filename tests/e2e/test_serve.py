@@ -1,13 +1,12 @@
 """The program as a user runs it: the console script, the default model, signals, and a restart."""
 
 import signal
-import subprocess
 
 import httpx
 import pytest
 
 from tests.live_server import SCRIPT, serve
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, ended
 from tests.support.commands import told
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
@@ -73,8 +72,7 @@ def test_hits_come_from_the_device_then_after_a_restart_from_disk(data_dir):
         assert text_of(cold) == text_of(after)
         live = told("cache", "stats", "--data-dir", data_dir)
         assert str(process.pid) in live["server"]
-        again = [SCRIPT, "serve", "--port", "0", "--data-dir", data_dir]
-        refused = subprocess.run(again, capture_output=True, text=True, timeout=PATIENCE_S)
+        refused = ended(SCRIPT, "serve", "--port", "0", "--data-dir", data_dir)
         assert 1 == refused.returncode
         assert f"served by pid {process.pid}" in refused.stderr
         assert "Traceback" not in refused.stderr

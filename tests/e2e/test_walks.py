@@ -5,7 +5,6 @@ import os
 import re
 import shlex
 import signal
-import subprocess
 import sys
 from contextlib import ExitStack
 from decimal import Decimal
@@ -15,7 +14,7 @@ import httpx
 import pytest
 
 from tests.live_server import SCRIPT, serve
-from tests.patience import PATIENCE_S, free_port
+from tests.patience import PATIENCE_S, ended, free_port
 from tests.postgres_server import fresh_database
 from tests.redis_server import redis_server
 from tests.support.models import save_tiny_model
@@ -32,8 +31,7 @@ def page(name):
 
 def ran(*command, **options):
     """What a program prints, with its errors and its exit code."""
-    about = {"capture_output": True, "text": True, "timeout": PATIENCE_S, "check": False}
-    done = subprocess.run(command, **about | options)
+    done = ended(*command, **options)
     assert 0 == done.returncode, done.stdout + done.stderr
     return done
 
@@ -61,9 +59,8 @@ def test_what_the_inner_server_had_cached_is_billed_as_a_hit(default_server, tmp
             assert 200 == answer.status_code, answer.text
         told = answer.json()["usage"]
         assert told["prompt_tokens_details"]["cached_tokens"] > 0
-        total = json.dumps(
-            json.loads(ran(SCRIPT, "usage", "--data-dir", data_dir, "--json").stdout)
-        )
+        used = ran(SCRIPT, "usage", "--data-dir", data_dir, "--json").stdout
+        total = json.dumps(json.loads(used))
         assert '"requests": 2' in total, total
         hits = sum(map(int, re.findall(r'"hit_\w+": (\d+)', total)))
         assert hits >= told["prompt_cache_hit_tokens"], total
@@ -124,11 +121,8 @@ def test_three_replicas_share_blocks_and_a_ledger_that_outlives_one_of_them(post
             assert written in script, written
             script = script.replace(written, meant)
         told = {"MODEL__NAME": "tiny", "CACHE__WEIGH_LOADS": "false", "CACHE__BLOCK_SIZE": "16"}
-        told |= {
-            "CACHE__DEVICE_BYTES": "8MiB",
-            "CACHE__HOST_BYTES": "8MiB",
-            "CACHE__DISK_BYTES": "64MiB",
-        }
+        told |= {"CACHE__DEVICE_BYTES": "8MiB", "CACHE__HOST_BYTES": "8MiB"}
+        told |= {"CACHE__DISK_BYTES": "64MiB"}
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         environment |= {f"CACHESVC_{name}": value for name, value in told.items()}
         environment["PATH"] = f"{SCRIPT.parent}{os.pathsep}{os.environ['PATH']}"

@@ -17,7 +17,7 @@ import zmq
 
 from tests.live_clients import completion
 from tests.live_server import serve
-from tests.patience import PATIENCE_S, free_port, installed, until, until_ready
+from tests.patience import PATIENCE_S, ended, free_port, installed, until, until_ready
 from tests.support.models import save_tiny_model
 from tests.unit.test_ops import BOARDS, OPS
 
@@ -183,6 +183,6 @@ def test_every_rule_is_evaluated_and_no_alert_fires(watched):
 
 
 def test_the_shipped_scrape_configuration_is_correct():
-    command = [installed("promtool"), "check", "config", OPS / "prometheus" / "prometheus.yml"]
-    checked = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    file = OPS / "prometheus" / "prometheus.yml"
+    checked = ended(installed("promtool"), "check", "config", file)
     assert checked.returncode == 0, checked.stderr

@@ -5,7 +5,6 @@ runs.
 """
 
 import os
-import subprocess
 import sys
 from itertools import product
 from pathlib import Path
@@ -13,13 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.patience import ended
+
 ROOT = Path(__file__).parents[2]
 TORCH, ONEDNN = ("default", "avx2", "avx512"), ("SSE41", "AVX2", "AVX512_CORE")
-MKL = (
-    "AVX512",
-    "AVX2",
-    "AVX512",
-)  # heeded on Intel's; with SSE4.2, rows of wide heads depend on others
+# Heeded on Intel's; with SSE4.2, rows of wide heads depend on others.
+MKL = ("AVX512", "AVX2", "AVX512")
 
 pytestmark = [
     pytest.mark.skipif(
@@ -35,14 +33,8 @@ def differences(capability: str, isa: str, blas: str, *options: str) -> str:
     limits = {"ATEN_CPU_CAPABILITY": capability, "ONEDNN_MAX_CPU_ISA": isa}
     limits |= {"MKL_ENABLE_INSTRUCTIONS": blas}
     limits |= {"OMP_WAIT_POLICY": "passive"}  # three threads on two busy cores spin for minutes
-    child = subprocess.run(
-        [sys.executable, "-m", "tests.parity.bits", *options],
-        cwd=ROOT,
-        env={**os.environ, **limits},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    environment = {"cwd": ROOT, "env": {**os.environ, **limits}, "timeout": None}
+    child = ended(sys.executable, "-m", "tests.parity.bits", *options, **environment)
     return "" if child.returncode == 0 else child.stdout + child.stderr
 
 

@@ -2,12 +2,13 @@
 interprets its kernels. They are compiled or interpreted for good once Triton is imported."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+
+from tests.patience import ended
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 in_child = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreting child process")
@@ -28,13 +29,7 @@ def run_in_child(file: str, *options: str, loops: bool = False) -> str:
         if loops and np.lib.NumpyVersion(np.__version__) >= "2.4.0":
             pytest.skip("this Triton's interpreter cannot loop with this NumPy")
         command += ["-W", "ignore:Conversion of an array:DeprecationWarning"]
-    child = subprocess.run(
-        command,
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    child = ended(*command, env=environment, cwd=Path(__file__).parents[2], timeout=None)
     assert child.returncode == 0, child.stdout
     return child.stdout

@@ -17,7 +17,7 @@ import pytest
 from billing.gate.entries import Kind
 from tests.e2e.test_two_machines import Machine
 from tests.live_server import SCRIPT
-from tests.patience import PATIENCE_S, free_port, until
+from tests.patience import PATIENCE_S, ended, free_port, until
 from tests.postgres_server import fresh_database
 from tests.redis_server import redis_server
 from tests.support.billing import booked
@@ -198,13 +198,7 @@ def test_a_fleet_bills_each_answer_once_while_an_engine_is_killed(model, tmp_pat
 
 def dashboard(server):
     """The usage of all tenants as a server's dashboard has it."""
-    done = subprocess.run(
-        [SCRIPT, "admin", "link", "--data-dir", server.data_dir],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=PATIENCE_S,
-    )
+    done = ended(SCRIPT, "admin", "link", "--data-dir", server.data_dir, check=True)
     link = re.search(r"http://\S+", done.stdout)
     assert link is not None, done.stdout
     with httpx.Client(follow_redirects=True, timeout=PATIENCE_S) as browser:

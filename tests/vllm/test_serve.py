@@ -7,7 +7,6 @@ first start makes outlives it.
 import json
 import os
 import signal
-import subprocess
 from collections import Counter
 from contextlib import closing
 from pathlib import Path
@@ -16,7 +15,7 @@ import httpx
 import pytest
 
 from tests.live_server import LiveServer
-from tests.patience import PATIENCE_S, until
+from tests.patience import PATIENCE_S, ended, until
 from tests.redis_server import redis_server
 from tests.support.billing import charges_of
 from tests.vllm.processes import PYTHON, ROOT, RunningNode
@@ -269,13 +268,7 @@ def test_equal_bits_are_refused_on_a_cpu_where_vllm_would_fail_at_the_first_requ
     model, tmp_path
 ):
     options = ["--engine", "vllm", "--port", "0", "--data-dir", tmp_path, "--model", model]
-    done = subprocess.run(
-        [PYTHON, "-c", RUN, "serve", *options],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "CACHESVC_MODEL__EXACT": "always"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=PATIENCE_S,
-    )
+    more = {"PYTHONPATH": str(ROOT), "CACHESVC_MODEL__EXACT": "always"}
+    done = ended(PYTHON, "-c", RUN, "serve", *options, env={**os.environ, **more})
     assert done.returncode != 0
     assert "vLLM has no batch-invariant kernels for a CPU" in done.stderr, done.stderr
