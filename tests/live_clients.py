@@ -32,15 +32,9 @@ def question(dice, *, max_tokens=48):
     """A prompt that shares its beginning with others, streamed or not."""
     text = dice.choice(TOPICS) + f"Which is number {dice.randrange(8)}?"
     stream = dice.random() < 0.5
-    return {
-        "model": MODEL,
-        "messages": [{"role": "user", "content": text}],
-        "max_tokens": dice.randrange(1, max_tokens),
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": stream,
-        **({"stream_options": {"include_usage": True}} if stream else {}),
-    }
+    asked = {"model": MODEL, "messages": [{"role": "user", "content": text}], "stream": stream}
+    asked |= {"max_tokens": dice.randrange(1, max_tokens), "temperature": 0, "ignore_eos": True}
+    return asked | ({"stream_options": {"include_usage": True}} if stream else {})
 
 
 async def ask(client, url, body, headers):

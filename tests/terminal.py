@@ -77,15 +77,9 @@ def on_a_terminal(command, folder):
     terminal, slave = os.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("4H", ROWS, COLUMNS, 0, 0))
     size = {"COLUMNS": str(COLUMNS), "LINES": str(ROWS), "TERM": "xterm-256color"}
-    process = subprocess.Popen(
-        ["/bin/sh", "-c", 'exec <>"$0"; exec "$@"', os.ttyname(slave), *command],
-        stdin=slave,
-        stdout=slave,
-        stderr=slave,
-        cwd=folder,
-        env={**os.environ, **size},
-        start_new_session=True,
-    )
+    opened = ["/bin/sh", "-c", 'exec <>"$0"; exec "$@"', os.ttyname(slave), *command]
+    ends = {"stdin": slave, "stdout": slave, "stderr": slave, "start_new_session": True}
+    process = subprocess.Popen(opened, cwd=folder, env={**os.environ, **size}, **ends)
     os.close(slave)
     try:
         yield Terminal(process, terminal)

@@ -9,20 +9,11 @@ class Visit:
 
     def __init__(self, app, path, body, **headers):
         self._app = app
-        self._scope = {
-            "type": "http",
-            "asgi": {"version": "3.0", "spec_version": "2.4"},
-            "http_version": "1.1",
-            "method": "POST",
-            "path": path,
-            "raw_path": path.encode(),
-            "query_string": b"",
-            "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
-            "client": ("127.0.0.1", 1),
-            "server": ("test", 80),
-            "scheme": "http",
-            "root_path": "",
-        }
+        self._scope = {"type": "http", "asgi": {"version": "3.0", "spec_version": "2.4"}}
+        self._scope |= {"http_version": "1.1", "scheme": "http", "root_path": ""}
+        self._scope |= {"method": "POST", "path": path, "raw_path": path.encode()}
+        self._scope |= {"query_string": b"", "client": ("127.0.0.1", 1), "server": ("test", 80)}
+        self._scope["headers"] = [(n.encode(), value.encode()) for n, value in headers.items()]
         self._body = json.dumps(body).encode()
         self._left = asyncio.Event()
         self.messages = []

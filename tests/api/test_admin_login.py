@@ -30,13 +30,8 @@ async def client(parts):
         yield client
 
 
-STATS: dict[str, Any] = {
-    "engine": {"engines": ()},
-    "model": "m",
-    "version": "1",
-    "cache": {"tiers": {"device": {}}},
-    "traffic": {},
-}
+STATS: dict[str, Any] = {"engine": {"engines": ()}, "model": "m", "version": "1"}
+STATS |= {"cache": {"tiers": {"device": {}}}, "traffic": {}}
 
 
 def actions(parts):
@@ -64,12 +59,9 @@ async def csrf_of(client):
 
 
 async def test_the_overview_tells_what_fires():
-    firing = {
-        "alert": "TierFaults",
-        "severity": "ticket",
-        "summary": "A tier faults: disk <checksum>",
-        "runbook": "ops/runbooks/tier-faults.md",
-    }
+    firing = {"alert": "TierFaults", "severity": "ticket"}
+    firing |= {"summary": "A tier faults: disk <checksum>"}
+    firing |= {"runbook": "ops/runbooks/tier-faults.md"}
     headers = {**PERSON, "authorization": f"Bearer {OPERATOR_TOKEN}"}
     told = []
 

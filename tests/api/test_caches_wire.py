@@ -147,9 +147,7 @@ async def test_a_cache_is_its_tenant_s_own(client, kitchen):
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"ttl": 59}, "ttl"),
-        ({"ttl": "8d"}, "ttl"),
-        ({"ttl": "soon"}, "ttl"),
+        *(({"ttl": ttl}, "ttl") for ttl in (59, "8d", "soon")),
         ({"name": "a/b"}, "name"),
         ({"prompt": None}, "messages"),
         ({"messages": [USER]}, "messages"),

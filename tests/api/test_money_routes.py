@@ -124,6 +124,7 @@ def last_trail(house: House) -> tuple[str, str, str, str]:
 
 SPAN = "since=yesterday&until=today&timezone=Asia/Shanghai"
 FLAGS = ["--since", "yesterday", "--until", "today", "--timezone", "Asia/Shanghai"]
+BY_KEY = ["--breakdown", "key"]
 READS = [
     ("/tenants", ["tenants", "show"]),
     ("/tenants/acme", ["tenants", "show", "acme"]),
@@ -133,10 +134,7 @@ READS = [
     ("/usage?unit=day", ["usage", "--by", "day"]),
     ("/usage?unit=month&tenant=acme", ["usage", "--by", "month", "--tenant", "acme"]),
     ("/usage/session", ["usage", "--by", "session"]),
-    (
-        f"/usage?unit=day&{SPAN}&breakdown=key",
-        ["usage", "--by", "day", *FLAGS, "--breakdown", "key"],
-    ),
+    (f"/usage?unit=day&{SPAN}&breakdown=key", ["usage", "--by", "day", *FLAGS, *BY_KEY]),
     (f"/usage?unit=month&{SPAN}", ["usage", "--by", "month", *FLAGS]),
     (f"/usage/session?{SPAN}", ["usage", "--by", "session", *FLAGS]),
     ("/ledger/rerate", ["prices", "plan"]),
@@ -248,14 +246,12 @@ async def test_a_wrong_body_is_refused_by_name_and_changes_nothing(ask, house):
 
 async def test_a_removed_value_says_what_to_use_instead(client):
     budget = {"tenant": "acme", "amount": "1", **WHY}
+    budget |= {"name": "b", "per": "balance"}
+    plan = {"card": {"name": "monthly-plan"}}
     answers = {
-        "see BalanceLow": await client.post(
-            "/budgets", json=budget | {"name": "b", "per": "balance"}
-        ),
+        "see BalanceLow": await client.post("/budgets", json=budget),
         "JSON or CSV": await client.get("/usage/statement/acme/2026-01?format=html"),
-        "`cachesvc usage export`": await client.post(
-            "/prices/plan", json={"card": {"name": "monthly-plan"}}
-        ),
+        "`cachesvc usage export`": await client.post("/prices/plan", json=plan),
     }
     for instead, answer in answers.items():
         said = answer.json()["error"]["message"]

@@ -38,17 +38,11 @@ CODEX: dict[str, Any] = {
         {"type": "function_call_output", "call_id": "c2", "output": "b.txt"},
     ],
     "tools": [{"type": "function", "name": "shell", "strict": False, "parameters": {}}],
-    "tool_choice": "auto",
-    "parallel_tool_calls": False,
     "reasoning": {"effort": "medium", "summary": "auto"},
-    "store": False,
-    "stream": True,
     "include": ["reasoning.encrypted_content"],
-    "prompt_cache_key": "session-1",
-    "client_metadata": {"x": "y"},
 }
-
-
+CODEX |= {"tool_choice": "auto", "parallel_tool_calls": False, "store": False, "stream": True}
+CODEX |= {"prompt_cache_key": "session-1", "client_metadata": {"x": "y"}}
 SPAWN = {
     "type": "namespace",
     "name": "agents",

@@ -3,6 +3,7 @@ stranger may put into a body is answered with a 4xx, after little work."""
 
 import gc
 import inspect
+from dataclasses import replace
 
 import orjson
 import pytest
@@ -19,7 +20,7 @@ from engine import errors as engine_errors
 from engine.errors import EngineClosed, InvalidParameter, PromptTooLong, QueueFull
 from engine.structure import MAX_DEPTH, MAX_VALUES
 from tests.api.conftest import refusal, running
-from tests.support.wire import Script, byte_model, fake_house
+from tests.support.wire import ByteTokenizer, Script, byte_model, fake_house
 
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 SECRET = "the prompt must not come back"
@@ -66,33 +67,19 @@ def calling(*calls):
 
 
 # Refused with 400 and the name of the field; below, also with a code of their own.
+OF_CHAT = {"max_tokens": [0, "3"], "max_completion_tokens": [-1], "temperature": [2.1, "hot"]}
+OF_CHAT |= {"top_p": [0], "min_p": [-1], "n": [0, 65, True], "stop": [["a"] * 17, "", 5]}
+OF_CHAT |= {"logit_bias": [{"the": 3}, {"3": 101}, {"257": 1}], "stop_token_ids": [[9999]]}
+OF_CHAT |= {"presence_penalty": [-3], "top_logprobs": [3], "stream": ["yes"]}
+NO_PROMPTS = ("", [], ["a", ""], [1, "a"], [[1], []], 7, [300])
 WRONG = [
     (CHAT, chat(messages=[{"role": "usr", "content": SECRET}]), "messages[0].role"),
     (CHAT, chat(messages=[{"content": SECRET}]), "messages[0].role"),
     (CHAT, chat(messages=[{"role": "function", "content": "x"}]), "messages"),
     (CHAT, chat(messages=[{"role": "user", "content": 3}]), "messages[0].content"),
-    (CHAT, chat(max_tokens=0), "max_tokens"),
-    (CHAT, chat(max_tokens="3"), "max_tokens"),
-    (CHAT, chat(max_completion_tokens=-1), "max_completion_tokens"),
-    (CHAT, chat(temperature=2.1), "temperature"),
-    (CHAT, chat(temperature="hot"), "temperature"),
-    (CHAT, chat(top_p=0), "top_p"),
-    (CHAT, chat(min_p=-1), "min_p"),
-    (CHAT, chat(n=0), "n"),
-    (CHAT, chat(n=65), "n"),
-    (CHAT, chat(n=True), "n"),
-    (CHAT, chat(stop=["a"] * 17), "stop"),
-    (CHAT, chat(stop=""), "stop"),
-    (CHAT, chat(stop=5), "stop"),
-    (CHAT, chat(logit_bias={"the": 3}), "logit_bias"),
-    (CHAT, chat(logit_bias={"3": 101}), "logit_bias"),
-    (CHAT, chat(logit_bias={"257": 1}), "logit_bias"),
-    (CHAT, chat(stop_token_ids=[9999]), "stop_token_ids"),
+    *((CHAT, chat(**{name: value}), name) for name, values in OF_CHAT.items() for value in values),
     (CHAT, chat(min_tokens=9, max_tokens=3), "min_tokens"),
-    (CHAT, chat(presence_penalty=-3), "presence_penalty"),
-    (CHAT, chat(top_logprobs=3), "top_logprobs"),
     (CHAT, chat(logprobs=True, top_logprobs=21), "top_logprobs"),
-    (CHAT, chat(stream="yes"), "stream"),
     (CHAT, chat(response_format={"type": "xml"}), "response_format.type"),
     (CHAT, chat(response_format={"type": "json_schema"}), "response_format.json_schema"),
     (
@@ -112,13 +99,7 @@ WRONG = [
         "structured_outputs",
     ),
     (TEXT, {"model": "bytes"}, "prompt"),
-    (TEXT, text(prompt=""), "prompt"),
-    (TEXT, text(prompt=[]), "prompt"),
-    (TEXT, text(prompt=["a", ""]), "prompt"),
-    (TEXT, text(prompt=[1, "a"]), "prompt"),
-    (TEXT, text(prompt=[[1], []]), "prompt"),
-    (TEXT, text(prompt=7), "prompt"),
-    (TEXT, text(prompt=[300]), "prompt"),
+    *((TEXT, text(prompt=prompt), "prompt") for prompt in NO_PROMPTS),
     (TEXT, text(prompt=["a"] * 33, n=2), "n"),
     ("/tokenize", {}, "prompt"),
     ("/detokenize", {"tokens": [999]}, "tokens"),
@@ -304,10 +285,6 @@ async def test_a_ledger_that_cannot_write_fails_closed(client, house):
 
 
 async def test_a_model_without_a_template_refuses_chat():
-    from dataclasses import replace
-
-    from tests.support.wire import ByteTokenizer
-
     class Plain(ByteTokenizer):
         has_chat_template = False
 
@@ -319,18 +296,10 @@ async def test_a_model_without_a_template_refuses_chat():
 
 
 SAID_AT_START = {
-    engine_errors.AdapterError,
-    engine_errors.ModelError,
-    engine_errors.EngineAway,
-    billing_errors.StoreError,
-    billing_errors.ExportError,
-    billing_errors.ReceiverError,
-    billing_errors.ReceiptKeyError,
-    billing_errors.CardConflict,
-    billing_errors.PriceError,
-    billing_errors.InvalidUsage,
-    billing_errors.AccountError,
-    billing_errors.GateError,
+    *(engine_errors.AdapterError, engine_errors.ModelError, engine_errors.EngineAway),
+    *(billing_errors.StoreError, billing_errors.ExportError, billing_errors.ReceiverError),
+    *(billing_errors.ReceiptKeyError, billing_errors.CardConflict, billing_errors.PriceError),
+    *(billing_errors.InvalidUsage, billing_errors.AccountError, billing_errors.GateError),
     billing_errors.UnknownHold,
 }
 

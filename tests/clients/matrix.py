@@ -20,6 +20,7 @@ RESULTS = FOLDER / "results.json"
 PROTOCOLS = {"chat": "chat completions", "responses": "Responses", "messages": "Messages"}
 ALL = "answer stream tools structured"
 LIMITED = f"{ALL} limit"
+TURNS, PAID = "answer stream tools", "usage limit"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,41 +50,32 @@ class Program:
         return [f"{by}_{what}" for by, all_ in self.does.items() for what in all_.split()]
 
 
+def _does(file: str, group: str, **does: str) -> Program:
+    return Program(file, group, does)
+
+
 PROGRAMS = {
-    "openai": Program("openai_sdk.py", "frameworks", {"chat": LIMITED, "responses": LIMITED}),
-    "anthropic": Program("anthropic_sdk.py", "frameworks", {"messages": f"{LIMITED} cache"}),
-    "langchain-openai": Program(
-        "langchain_chat.py",
-        "frameworks",
-        {"chat": f"{ALL} usage limit", "responses": "answer stream tools usage limit"},
+    "openai": _does("openai_sdk.py", "frameworks", chat=LIMITED, responses=LIMITED),
+    "anthropic": _does("anthropic_sdk.py", "frameworks", messages=f"{LIMITED} cache"),
+    "langchain-openai": _does(
+        "langchain_chat.py", "frameworks", chat=f"{ALL} {PAID}", responses=f"{TURNS} {PAID}"
     ),
-    "pydantic-ai": Program(
-        "pydantic_ai_agents.py",
-        "frameworks",
-        {"chat": ALL, "responses": ALL, "messages": "answer stream tools"},
+    "pydantic-ai": _does(
+        "pydantic_ai_agents.py", "frameworks", chat=ALL, responses=ALL, messages=TURNS
     ),
-    "openai-agents": Program(
-        "openai_agents_loop.py", "frameworks", {"chat": ALL, "responses": ALL}
+    "openai-agents": _does("openai_agents_loop.py", "frameworks", chat=ALL, responses=ALL),
+    "litellm": _does(
+        *("litellm_sdk.py", "litellm"),
+        chat=f"{ALL} {PAID}",
+        responses=f"answer {PAID}",
+        messages="answer limit",
     ),
-    "litellm": Program(
-        "litellm_sdk.py",
-        "litellm",
-        {
-            "chat": f"{ALL} usage limit",
-            "responses": "answer usage limit",
-            "messages": "answer limit",
-        },
+    "litellm proxy": _does(
+        "litellm_proxy.py", "litellm", chat=f"{TURNS} limit", responses="answer", messages="answer"
     ),
-    "litellm proxy": Program(
-        "litellm_proxy.py",
-        "litellm",
-        {"chat": "answer stream tools limit", "responses": "answer", "messages": "answer"},
-    ),
-    "ai-sdk": Program(
-        "ai_sdk.mjs", "node", {"chat": ALL, "responses": ALL, "messages": "answer stream tools"}
-    ),
-    "codex-cli": Program("codex_cli.py", "node", {"responses": "stream"}),
-    "vllm bench serve": Program("vllm_bench.py", "vllm", {"chat": "load"}),
+    "ai-sdk": _does("ai_sdk.mjs", "node", chat=ALL, responses=ALL, messages=TURNS),
+    "codex-cli": _does("codex_cli.py", "node", responses="stream"),
+    "vllm bench serve": _does("vllm_bench.py", "vllm", chat="load"),
 }
 
 

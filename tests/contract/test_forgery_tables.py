@@ -92,13 +92,11 @@ DECIDED = (
     "UPDATE trail SET after = json_set(after, '$.balance', '9.000000000007') "
     "WHERE action = 'balance.topup'"
 )
+CHEAPER = postings(4, "topup:-116000000 revenue:116000000")
 FORGERIES = {
     "edits an entry": [EDIT],
     # 100 computed and 8 of output, not 9: 116,000,000 units, not 118,000,000.
-    "makes a charge cheaper, with its usage": [
-        EDIT,
-        postings(4, "topup:-116000000 revenue:116000000"),
-    ],
+    "makes a charge cheaper, with its usage": [EDIT, CHEAPER],
     "swaps two charges": [
         f"UPDATE entries SET seq = {new} WHERE seq = {old}"
         for old, new in ((4, -4), (5, 4), (-4, 5))

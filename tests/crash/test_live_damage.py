@@ -55,11 +55,10 @@ def harm(path, rng, how=""):
                     how, data[other : other + PAGE]
                 )
                 if how == "flip":
-                    old = bytearray(data[page * PAGE : (page + 1) * PAGE])
-                    old[rng.choice([rng.randrange(64), rng.randrange(PAGE)])] ^= 1 << rng.randrange(
-                        8
-                    )
-                    new = bytes(old)
+                    flipped = bytearray(data[page * PAGE : (page + 1) * PAGE])
+                    at = rng.choice([rng.randrange(64), rng.randrange(PAGE)])
+                    flipped[at] ^= 1 << rng.randrange(8)
+                    new = bytes(flipped)
                 os.pwrite(file.fileno(), new, page * PAGE)
     return how
 

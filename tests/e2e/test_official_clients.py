@@ -19,6 +19,7 @@ MESSAGES = [{"role": "user", "content": "hi"}]
 PROMPT_TOKENS = len("user: hi\nassistant: ")
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 CALL = 'I look.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+DETAILS = {"cachesvc": {"details": True}}
 POOR = insufficient_balance("t", needed=2, available=1, currency="CNY")
 
 
@@ -38,15 +39,11 @@ def messages(server):
 
 def test_openais_errors_are_the_clients_own(server, client):
     create = client.chat.completions.create
+    too_long = {"messages": [{"role": "user", "content": "x" * 9000}]}
     refused = [
         (openai.NotFoundError, {"model": "gpt-9"}, "model_not_found", "model"),
         (openai.BadRequestError, {"temperature": 3}, "invalid_value", "temperature"),
-        (
-            openai.BadRequestError,
-            {"messages": [{"role": "user", "content": "x" * 9000}]},
-            "context_length_exceeded",
-            "messages",
-        ),
+        (openai.BadRequestError, too_long, "context_length_exceeded", "messages"),
     ]
     for kind, fields, code, param in refused:
         with pytest.raises(kind) as told:
@@ -142,14 +139,9 @@ def test_the_parse_helper_reads_a_pydantic_model(default_server):
     """`chat.completions.parse` sends the model's schema; two samples."""
     messages = [{"role": "user", "content": "Bob Smith is 42 and likes blue. Who is he?"}]
     with openai.OpenAI(base_url=f"{default_server}/v1", api_key="none", max_retries=0) as client:
+        asked = {"model": "smollm2-135m", "messages": messages, "n": 2, "seed": 3}
         answer = client.chat.completions.parse(
-            model="smollm2-135m",
-            messages=messages,
-            response_format=Person,
-            n=2,
-            seed=3,
-            max_tokens=120,
-            extra_body={"cachesvc": {"details": True}},
+            **asked, response_format=Person, max_tokens=120, extra_body=DETAILS
         )
         assert all(isinstance(choice.message.parsed, Person) for choice in answer.choices)
         assert {"stop"} == {choice.finish_reason for choice in answer.choices}
@@ -163,13 +155,8 @@ def test_the_next_turn_of_a_chat_computes_what_is_new(default_server):
     prompt = completion = 0
     with openai.OpenAI(base_url=f"{default_server}/v1", api_key="none", max_retries=0) as client:
         for question in ("Which of them is the longest?", "And the shortest?", "Thank you!"):
-            answer = client.chat.completions.create(
-                model="smollm2-135m",
-                messages=messages,
-                temperature=0,
-                max_tokens=40,
-                extra_body={"cachesvc": {"details": True}},
-            )
+            asked = {"model": "smollm2-135m", "messages": messages, "max_tokens": 40}
+            answer = client.chat.completions.create(**asked, temperature=0, extra_body=DETAILS)
             usage, details = answer.usage, answer.model_extra["cachesvc"]
             assert usage is not None
             assert "diverged_at_token" not in details

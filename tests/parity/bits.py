@@ -51,11 +51,8 @@ class Shape:
 
     @property
     def layers(self):
-        return (
-            LayerLayout(
-                self.kv_heads, self.dim, self.value_dim, shared=self.shared, window=self.window
-            ),
-        )
+        about = {"shared": self.shared, "window": self.window}
+        return (LayerLayout(self.kv_heads, self.dim, self.value_dim, **about),)
 
     def options(self):
         sinks = torch.linspace(-1, 4, self.kv_heads * self.groups) if self.sinks else None

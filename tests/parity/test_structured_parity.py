@@ -40,14 +40,9 @@ class House(TurnedEngine):
     """Answers about persons."""
 
     def __init__(self, *, jump, blocks=60, step_tokens=64):
-        super().__init__(
-            model(),
-            blocks=blocks,
-            step_tokens=step_tokens,
-            max_context=1024,
-            eos_token_ids=model().eos_token_ids,
-            jump_forward=jump,
-        )
+        sizes = {"blocks": blocks, "step_tokens": step_tokens, "max_context": 1024}
+        ends = {"eos_token_ids": model().eos_token_ids, "jump_forward": jump}
+        super().__init__(model(), **sizes, **ends)
 
     def told(self, params, prompts=PROMPTS):
         """Tokens and end by prompt and sample."""

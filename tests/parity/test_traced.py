@@ -158,17 +158,10 @@ def narrow(operators):
 
 def narrow_model(operators, *, width=96, **fields):
     """The same, with this number of gates."""
-    config = LlamaConfig(
-        vocab_size=288,
-        hidden_size=64,
-        intermediate_size=width,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
-        initializer_range=0.2,
-        **fields,
-    )
+    sizes = {"vocab_size": 288, "hidden_size": 64, "intermediate_size": width}
+    heads = {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+    more = {"max_position_embeddings": 1024, "initializer_range": 0.2, **fields}
+    config = LlamaConfig(**sizes, **heads, **more)
     torch.manual_seed(0)
     stock = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for parameter in stock.parameters():
@@ -327,13 +320,8 @@ def test_a_step_with_an_adapter_is_computed_with_it(tmp_path):
     traced._traced = TracedForward(loaded.model)
     save_tiny_adapter(tmp_path)
     load_adapter(loaded, "own", str(tmp_path))
-    check_logits(
-        plain,
-        traced,
-        [span(1, 0, 9, 0, adapter="own")],
-        [span(1, 9, 1, 0, adapter="own"), span(2, 0, 5, 10)],
-        [span(2, 5, 1, 10)],
-    )
+    mixed = [span(1, 9, 1, 0, adapter="own"), span(2, 0, 5, 10)]
+    check_logits(plain, traced, [span(1, 0, 9, 0, adapter="own")], mixed, [span(2, 5, 1, 10)])
 
 
 @pytest.mark.parametrize("model_type", ["lfm2", "jetmoe", "longcat_flash"])
@@ -401,6 +389,5 @@ def test_activations_that_end_within_torchs_vectors_are_left_to_it(operators, mo
     """Rows of 96 numbers, and vectors of 64."""
     monkeypatch.setattr(fusing, "_VECTORS", 64)
     kinds = _kinds(TracedForward(tiny_model("llama").model, fused=True))
-    assert (3, 0, 7) == tuple(
-        kinds[kind] for kind in ("aten::silu", "cachesvc::silu_mul", "cachesvc::norm")
-    )
+    named = ("aten::silu", "cachesvc::silu_mul", "cachesvc::norm")
+    assert (3, 0, 7) == tuple(kinds[kind] for kind in named)

@@ -12,21 +12,11 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from tests.support.models import EOS, VOCAB_SIZE
 
 CONTEXT = 512
-_COMMON: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": CONTEXT,
-    "eos_token_id": EOS,
-    "bos_token_id": None,
-    "pad_token_id": EOS,
-    "initializer_range": 0.2,
-    "tie_word_embeddings": False,
-}
+_COMMON: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 96}
+_COMMON |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+_COMMON |= {"head_dim": 16, "max_position_embeddings": CONTEXT, "initializer_range": 0.2}
+_COMMON |= {"eos_token_id": EOS, "bos_token_id": None, "pad_token_id": EOS}
+_COMMON |= {"tie_word_embeddings": False}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _GPT2: dict[str, Any] = {
     "n_embd": 64,

@@ -83,15 +83,10 @@ class Engine:
             if forks is not None:
                 self._pid = forks.start(arguments, asks, answers, errors)
             else:
-                self._process = subprocess.Popen(
-                    [python, DRIVER, *arguments],
-                    stdin=asks,
-                    stdout=answers,
-                    stderr=errors,
-                    cwd=ROOT,
-                    env=environment(2, core_apart=True),
-                    start_new_session=True,
-                )
+                files = {"stdin": asks, "stdout": answers, "stderr": errors}
+                about = {"cwd": ROOT, "env": environment(2, core_apart=True)}
+                command = [python, DRIVER, *arguments]
+                self._process = subprocess.Popen(command, **files, **about, start_new_session=True)
                 self._pid = self._process.pid
         self._read()
 
@@ -185,15 +180,10 @@ class Offloading:
     def __init__(self, log: Path, classes: str = "installed") -> None:
         self.log, self.classes = log, classes
         with log.open("wb") as errors:
-            self._process = subprocess.Popen(
-                [PYTHON, "-m", "tests.vllm.offload"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                cwd=ROOT,
-                env=environment(1, core_apart=False, first=[NEXT] if classes == "next" else []),
-                text=True,
-            )
+            env = environment(1, core_apart=False, first=[NEXT] if classes == "next" else [])
+            files = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors}
+            command = [PYTHON, "-m", "tests.vllm.offload"]
+            self._process = subprocess.Popen(command, **files, cwd=ROOT, env=env, text=True)
 
     def __call__(self, do, **asked):
         self.tell(do, **asked)

@@ -38,15 +38,9 @@ from tiers.node.messages import described_layout
 
 pytestmark = [pytest.mark.vllm, pytest.mark.redis, pytest.mark.timeout(1800)]
 
-COMMON: dict[str, Any] = {
-    "vocab_size": 1000,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 4096,
-}
+COMMON: dict[str, Any] = {"vocab_size": 1000, "hidden_size": 64, "intermediate_size": 128}
+COMMON |= {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+COMMON |= {"max_position_embeddings": 4096}
 EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2}
 
 

@@ -16,14 +16,7 @@ import tests.bench.gpu_check as package
 from tests.bench.gpu_check.device import free_memory, machine
 
 PARTS = (
-    "parity",
-    "hits",
-    "attention",
-    "copies",
-    "connector",
-    "memory",
-    "speed",
-    "recording",
+    *("parity", "hits", "attention", "copies", "connector", "memory", "speed", "recording"),
     "conform",
 )
 

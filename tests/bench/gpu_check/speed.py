@@ -29,17 +29,8 @@ def check(device: str, small: bool) -> dict[str, Any]:
     runner = ModelRunner(loaded, pool.tensor, scratch=pool.scratch)
     runner.warm_up()
     token = np.ones(1, np.int32)
-    shorts = [
-        Span(
-            n,
-            token,
-            short,
-            [len(first) + n * per_short + i for i in range(per_short)],
-            True,
-            GREEDY,
-        )
-        for n in range(33)
-    ]
+    tables = [[len(first) + n * per_short + i for i in range(per_short)] for n in range(33)]
+    shorts = [Span(n, token, short, table, True, GREEDY) for n, table in enumerate(tables)]
     batches = {
         "32_short": shorts[:32],
         "33_short": shorts,
