@@ -13,6 +13,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -290,12 +291,12 @@ async def durable(future: "Future[Made]") -> Made:
     """The ledger's answer. Cancelling the waiter does not cancel the ledger's work."""
     if not future.done():  # else it needs no turn of the loop
         loop = asyncio.get_running_loop()
-        answered = loop.create_future()
-        future.add_done_callback(lambda _: loop.call_soon_threadsafe(_wake, answered))
-        await answered
+        answered = asyncio.Event()
+
+        def tell(_: object) -> None:
+            with suppress(RuntimeError):  # the loop has ended, and nobody waits
+                loop.call_soon_threadsafe(answered.set)
+
+        future.add_done_callback(tell)
+        await answered.wait()
     return future.result()
-
-
-def _wake(waiter: "asyncio.Future[None]") -> None:
-    if not waiter.done():  # else it was cancelled
-        waiter.set_result(None)

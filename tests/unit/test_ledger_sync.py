@@ -1,5 +1,6 @@
 """When the ledger waits for the disk: what moved money is told once durable, holds at once."""
 
+import asyncio
 import errno
 import os
 import shutil
@@ -7,6 +8,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
+from concurrent.futures import Future
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +17,7 @@ from typing import Any
 import pytest
 
 import billing.store.store
+from api.requests.metering import durable
 from billing.errors import LedgerUnavailable
 from billing.gate.commands import Deposit
 from billing.gate.entries import Entry, Kind
@@ -366,6 +369,19 @@ def test_a_store_without_its_log_is_durable_already(tmp_path):
     store.close()  # the last connection copies the log into the database
     assert not (tmp_path / "ledger.sqlite3-wal").exists()
     store.sync()
+
+
+def test_an_answer_that_comes_after_the_loop_has_ended_harms_nobody(caplog):
+    future: Future[None] = Future()
+
+    async def leave() -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(durable(future), 0)
+
+    asyncio.run(leave())
+    assert not future.cancelled()
+    future.set_result(None)
+    assert [] == caplog.records
 
 
 def proved(path: Path) -> int:
