@@ -5,8 +5,7 @@ from typing import Annotated
 
 import typer
 
-from billing.budgets import BudgetSpan, Of
-from billing.operations import budgets, prices, tenants
+from billing.operations import prices, tenants
 from billing.reports.documents import Document
 from billing.tenants import RATE_LIMITS
 from cachesvc.cli.lazy import Command, lazy_group
@@ -36,7 +35,7 @@ app = lazy_group(
         "create": Command(f"{_HERE}:create", "Create a tenant"),
         "show": Command(f"{_HERE}:show", "Show one tenant, or list all"),
         "set": Command(f"{_HERE}:set_", "Change a tenant's credit, limits, status or projects"),
-        "budget": Command(f"{_HERE}:budget", "Refuse what would pass an amount"),
+        "budget": Command("cachesvc.cli.money.budgets:budget", "Refuse what would pass an amount"),
     },
     removed=_REMOVED,
     help="Create, show and change tenants",
@@ -46,12 +45,6 @@ Limit = Annotated[
     str | None,
     typer.Option("--postpaid", metavar="AMOUNT", help="Postpaid up to this amount, or `unlimited`"),
 ]
-
-BUDGET_AMOUNTS = ("amount", "spent", "held", "left")
-BUDGET_COLUMNS = (
-    *("name", "tenant", "amount", "per", "of", "value"),
-    *("spent", "held", "left", "ends_at"),
-)
 
 
 @operating("reason", "json", create=True)
@@ -147,43 +140,6 @@ def set_(
     if project is not None:
         call.change(tenants.create_project, tenant=tenant, project=project)
     print_tenant(call(tenants.show_tenant, tenant=tenant), call.json)
-
-
-@operating("reason", "json")
-def budget(
-    call: Invocation,
-    name: Annotated[str | None, typer.Argument(help="Name of the budget  [list all]")] = None,
-    tenant: Annotated[str, typer.Argument(help="Name of the tenant", show_default=False)] = "",
-    amount: Annotated[
-        str, typer.Argument(help="Decimal amount, such as 12.50", show_default=False)
-    ] = "",
-    per: Annotated[
-        BudgetSpan, typer.Option(help="Charges of a day or a month (UTC)")
-    ] = BudgetSpan.MONTH,
-    of: Annotated[Of, typer.Option(help="Which charges count")] = Of.TENANT,
-    value: Annotated[
-        str,
-        typer.Option(help="The key's id, the user, or NAME=VALUE of a tag; * for each key or user"),
-    ] = "",
-    remove: Annotated[bool, typer.Option("--remove", help="Remove the budget")] = False,
-) -> None:
-    """Create, change, remove or list budgets.
-
-    A request that would pass one is refused until the day or month ends. To be alerted before,
-    use the metrics by tenant and the rules in ops/prometheus.
-    """
-    if name is None:
-        print_documents(call(budgets.list_budgets), call.json, BUDGET_COLUMNS, right=BUDGET_AMOUNTS)
-        return
-    if remove:
-        call.change(budgets.remove_budget, name=name)
-        note(f"budget {name} is removed")
-        return
-    if not (tenant and amount):
-        fail("say whose budget and how much: TENANT AMOUNT; or --remove", 2)
-    given = {"tenant": tenant, "amount": amount, "per": per, "of": of, "value": value}
-    call.change(budgets.set_budget, name=name, **given)
-    note(f"budget {name} is set; it refuses requests from now on")
 
 
 def credit_limit(text: str) -> str | None:
