@@ -601,13 +601,16 @@ async def test_output_above_a_limit_that_the_endpoint_does_not_know_is_charged(
             answer = await client.post(path, json=asked)
             assert 200 == answer.status_code, answer.text
             assert ALL == usage_of(charges(service)[number]), limit
-        held = bound(**asked) * MISS + 2 * MISS
+        own, held = LIMITS[path][-1], bound(**asked) * MISS + 2 * MISS
         for name, more, output in (("poor", 0, 1), ("rich", 4 * MISS, OUTPUT)):
             headers = paying(service, held + more, name)
             answer = await client.post(path, json=asked, headers=headers)
             assert 200 == answer.status_code, answer.text
             (entry,) = charges(service, name)
             assert ALL | {"output": output} == usage_of(entry), name
+        for limit in LIMITS[path][:-1]:
+            answer = await client.post(path, json=asked | {limit: 1, own: None}, headers=headers)
+            assert 402 == answer.status_code, "it is held as without a limit"
 
 
 async def test_a_retry_with_its_key_gets_the_first_answer_and_pays_once(up, at):
