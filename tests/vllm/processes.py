@@ -138,15 +138,16 @@ def until_healthy(url, process, log):
 class Serving:
     """`vllm serve`, as an operator starts it, with these options and flags."""
 
+    usual = ("--enforce-eager", "--enable-prompt-tokens-details")
+
     def __init__(self, model, log, *flags, env=None, **options):
         port = free_port()
         self.url, self._log = f"http://127.0.0.1:{port}", log
         told = {"model": model, "served-model-name": model.name, "port": port, "dtype": "float32"}
         named = [f"--{name.replace('_', '-')}={value}" for name, value in (told | options).items()]
-        usual = ["--enforce-eager", "--enable-prompt-tokens-details"]
         with log.open("wb") as out:
             self._process = subprocess.Popen(
-                [PYTHON, "-m", "vllm.entrypoints.openai.api_server", *named, *usual, *flags],
+                [PYTHON, "-m", "vllm.entrypoints.openai.api_server", *named, *self.usual, *flags],
                 stdout=out,
                 stderr=out,
                 cwd=ROOT,

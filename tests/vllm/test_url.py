@@ -1,5 +1,11 @@
-"""A server before a `vllm serve` with LoRA adapters: each answers, and hits, as itself."""
+"""A server before a `vllm serve`: the page's walk, and LoRA adapters, of which each answers, and
+hits, as itself."""
 
+import json
+import os
+import re
+import shlex
+import subprocess
 from contextlib import ExitStack
 
 import httpx
@@ -8,9 +14,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.api.real_service import served
+from tests.live_server import SCRIPT, serve
 from tests.patience import PATIENCE_S
 from tests.support.models import save_adapter
-from tests.vllm.processes import Serving
+from tests.vllm.processes import ROOT, Serving
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800), pytest.mark.anyio]
 
@@ -71,3 +78,45 @@ async def test_each_adapter_answers_as_itself_and_hits_what_itself_computed(
     }
     assert [0, 0, 0] == [hits[0, name] for name in names]
     assert all(hits[1, name] >= 128 for name in names), hits
+
+
+def test_the_walk_before_a_vllm_that_runs_is_billed_as_its_page_says(engine, model, tmp_path):
+    page = (ROOT / "docs" / "vllm.md").read_text()
+    walk = page.partition("## Before a vLLM that already runs")[2].partition("\n## ")[0]
+    for written, meant in {"http://127.0.0.1:8100": engine, "/models/qwen3-8b": str(model)}.items():
+        walk = walk.replace(written, meant)
+    first, second, asks = re.findall(r"```console\n(.*?)```", walk, re.S)
+    flags = shlex.split(first)[6:]
+    assert ["$", "vllm", "serve", str(model), "--port", "8100"] == shlex.split(first)[:6]
+    assert flags and set(flags) <= set(Serving.usual), "as the fixture starts it"
+    start, found, *told = second.splitlines()
+    assert start.startswith("$ cachesvc serve --engine")
+    environment = os.environ | {"CACHESVC_SERVER__DATA_DIR": str(tmp_path / "data")}
+    environment["PATH"] = f"{SCRIPT.parent}{os.pathsep}{environment['PATH']}"
+    log = tmp_path / "serve.log"
+    with serve(log, *shlex.split(start)[3:], **environment) as (_, url):
+        said = log.read_text()
+        found = found.replace(str(model), model.name)  # which it is called there
+        for line in [found, *told]:  # but for versions, lengths and its own address
+            parts = re.split(r"[\d.]+ |http://127.0.0.1:8000|\.\.\.\)?", line.removeprefix("... "))
+            assert [] == [part for part in parts if part not in said], said
+        script = re.sub(r"^[$>] ", "", asks, flags=re.M).replace("http://127.0.0.1:8000", url)
+        done = subprocess.run(
+            ["bash", "-c", f"set -e\n{script}cachesvc usage --json"],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+            check=False,
+        )
+        assert 0 == done.returncode, done.stdout + done.stderr
+    decoder, answers, rest = json.JSONDecoder(), [], done.stdout
+    while rest.startswith('{"id"'):
+        answer, end = decoder.raw_decode(rest)
+        answers.append(answer["usage"])
+        rest = rest[end:].lstrip()
+    cached = [usage["prompt_tokens_details"]["cached_tokens"] for usage in answers]
+    assert cached[0] == 0 < cached[1] and 2 == len(answers), answers
+    [row] = json.loads(done.stdout[done.stdout.rindex("\n[") :])
+    assert (2, cached[1]) == (row["requests"], row["hit_device_tokens"])
+    assert sum(usage["prompt_tokens"] for usage in answers) == cached[1] + row["miss_tokens"]
