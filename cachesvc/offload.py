@@ -41,7 +41,7 @@ class GivenFrames:
 def check_options(
     given: Mapping[str, Any], *, needed: Collection[str], known: Collection[str], example: str
 ) -> None:
-    """Raises ValueError for options that are unknown or missing, by name."""
+    """Raises ValueError for options that are unknown, missing or not of their kind, by name."""
     if unknown := given.keys() - {*needed, *known}:
         raise ValueError(
             f"the cachesvc tier knows no {', '.join(sorted(unknown))}; it has "
@@ -51,6 +51,8 @@ def check_options(
         raise ValueError(
             f"the cachesvc tier needs {' and '.join(sorted(lacking))}, as in {example}"
         )
+    if not isinstance(compress := given.get("compress", True), bool):
+        raise ValueError(f"the cachesvc tier's compress is true or false, not {compress!r}")
 
 
 def opaque_layout(num_bytes: int, dtype: str) -> BlockLayout:
@@ -68,9 +70,11 @@ def opaque_id(root: PrefixKey, key: bytes) -> BlockId:
     return BlockId(root, root, child_key(root, tokens), tokens)
 
 
-def open_folder(folder: Path, capacity_bytes: int, layout: BlockLayout) -> DiskTier:
+def open_folder(
+    folder: Path, capacity_bytes: int, layout: BlockLayout, *, compresses: bool
+) -> DiskTier:
     """Raises DirectoryLocked and ConfigurationError, which say how to mend it."""
-    settings = DiskSettings(computes_elsewhere=True)
+    settings = DiskSettings(computes_elsewhere=True, compresses=compresses)
     try:
         return open_disk(folder, layout, capacity_bytes, num_shards=NUM_SHARDS, settings=settings)
     except DirectoryLocked as error:

@@ -123,11 +123,14 @@ class CachesvcStorage(hicache.HiCacheStorage):  # type: ignore[misc]
         """Raises ValueError for options that cannot be used."""
         extra = storage_config.extra_config
         given = {name: value for name, value in extra.items() if name not in _ITS_OWN}
-        offload.check_options(given, needed=("dir", "bytes"), known=("scope",), example=_EXAMPLE)
+        offload.check_options(
+            given, needed=("dir", "bytes"), known=("scope", "compress"), example=_EXAMPLE
+        )
         # SGLang asks for it once the backend is made. Without it, pages are copied on their way.
         if not extra.setdefault("interface_v1", 1) or storage_config.should_split_heads:
             raise ValueError("the cachesvc tier has no interface_v1 of 0, and no tp_lcm_size")
         self._extra_scope = str(given.get("scope", ""))
+        self._compresses: bool = given.get("compress", True)
         self._config = config = storage_config
         # Latents are the same on each rank of tensor parallelism, and written by one.
         self._ranks = [("tp", config.tp_rank, config.tp_size)] if not config.is_mla_model else []
@@ -166,7 +169,9 @@ class CachesvcStorage(hicache.HiCacheStorage):  # type: ignore[misc]
         if self._config.is_storage_writer:
             largest = max((e for pool in pools for e in pool.layouts), key=lambda e: e.nbytes)
             share = self._bytes // math.prod(size for _, _, size in self._ranks)
-            self._disk = offload.open_folder(self._folder, share, largest)
+            self._disk = offload.open_folder(
+                self._folder, share, largest, compresses=self._compresses
+            )
             self._tiers[largest] = self._disk
         for pool in pools:
             self._place(pool)

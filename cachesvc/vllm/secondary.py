@@ -62,6 +62,7 @@ class Options:
     dir: Path
     capacity_bytes: int
     scope: str = ""
+    compress: bool = True
     enable_kv_events: bool = False
 
     @classmethod
@@ -75,13 +76,14 @@ class Options:
         check_options(
             given,
             needed=("dir", "bytes"),
-            known=("scope", "enable_kv_events"),
+            known=("scope", "compress", "enable_kv_events"),
             example='{"type": "cachesvc", "dir": "/nvme/kv", "bytes": "1TiB"}',
         )
         return cls(
             dir=Path(given["dir"]).expanduser(),
             capacity_bytes=parse_size(given["bytes"]),
             scope=str(given.get("scope", "")),
+            compress=given.get("compress", True),
             enable_kv_events=bool(given.get("enable_kv_events", False)),
         )
 
@@ -134,7 +136,7 @@ class CachesvcTier(SecondaryTierManager):  # type: ignore[misc]
         layout = opaque_layout(self.block_size_bytes, config.model.dtype)
         self._root = scope_of(config, layout, asked.scope).root()
         self._view = primary_kv_view.cast("B")
-        self._disk = open_folder(asked.dir, asked.capacity_bytes, layout)
+        self._disk = open_folder(asked.dir, asked.capacity_bytes, layout, compresses=asked.compress)
         self._tells = asked.enable_kv_events
         self._events: deque[OffloadingEvent] = deque()
         self._stored: dict[PrefixKey, bytes] = {}  # of this run, to tell what leaves

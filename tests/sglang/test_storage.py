@@ -215,6 +215,27 @@ def test_killed_while_it_writes_it_serves_what_was_stored(sglang, opened, kv, mo
         assert all(one == other or not ok for one, other, ok in pairs)
 
 
+def test_pages_that_are_not_compressed_come_back_after_those_that_were(
+    sglang, opened, kv, tmp_path
+):
+    [pool] = kv.values()
+    taken = []
+    for first, options in ((0, {}), (COUNT, {"compress": False}), (2 * COUNT, {})):
+        storage = opened(kv, options=options)
+        sglang.filled(pool, COUNT, first)
+        assert all(storage.batch_set_v1(keys(first=first), slots()))
+        used = storage._disk.stats()
+        taken.append(used.written_bytes / (COUNT * pool.size_per_token * sglang.PAGE))
+        storage.close()
+    assert taken[0] < 0.8 and 1 <= taken[1] and taken[2] < 0.8
+    storage = opened(kv)
+    for first in range(0, 3 * COUNT, COUNT):
+        wanted = sglang.filled(pool, COUNT, first)
+        sglang.wiped(pool, COUNT)
+        assert all(storage.batch_get_v1(keys(first=first), slots()))
+        assert wanted == sglang.pages_of(pool, COUNT)
+
+
 def test_latents_are_stored_by_one_rank_and_read_by_all(sglang, opened, tmp_path):
     [first, second], name = [sglang.mla() for _ in range(2)], sglang.types.PoolName.KV
     wanted = sglang.filled(first, COUNT)
@@ -275,6 +296,7 @@ def test_what_cannot_be_kept_is_refused_by_name(sglang, opened, kv, tmp_path):
 
     refuses("knows no root_dir", options={"root_dir": "x"})
     refuses("is not a size", options={"num_bytes": "much"})
+    refuses("compress is true or false", options={"compress": "no"})
     refuses("interface_v1", options={"interface_v1": 0})
     refuses("tp_lcm_size", should_split_heads=True)
     name, state = sglang.types.PoolName.KV, sglang.types.PoolName.MAMBA

@@ -77,6 +77,14 @@ def test_noise_is_stored_raw():
     assert (CodecId.RAW, len(block)) == (codec, len(payload))
 
 
+@pytest.mark.parametrize(("num_values", "codec"), [(100, CodecId.RAW), (64, CodecId.PLANES16)])
+def test_what_saves_less_than_a_tenth_is_stored_raw(num_values, codec):
+    """6.6 bits of a high byte's 8 are 8 % of the block, and 6 are 12 %."""
+    items = np.random.default_rng(1).integers(0, 1 << 16, 1 << 16, "<u2") & 0xFF
+    items |= (np.random.default_rng(2).integers(0, num_values, 1 << 16) << 8).astype("<u2")
+    assert codec == encode(2, items.tobytes())[0]
+
+
 @pytest.mark.parametrize("item_bytes", [2, 4])
 def test_a_cut_payload_does_not_decode(item_bytes):
     """Cut anywhere, or with a length that points elsewhere, it is a DecodeError."""

@@ -10,6 +10,8 @@ from tests.support.disks import CAPACITY, FRAMES, Clock, blocks, closed_later, s
 from tests.support.faulty_storage import LAYOUT, fetched
 from tests.unit.test_disk_faults import flip
 from tiers.blocks.keys import TOKEN_BYTES, CacheScope
+from tiers.disk.format.codec import CodecId
+from tiers.disk.format.record import unpack_header
 from tiers.disk.inspection.opening import open_shards
 from tiers.disk.inspection.verify import verify, verify_all
 from tiers.disk.inspection.view import open_view
@@ -43,6 +45,17 @@ def load(tier, ids):
 @pytest.fixture
 def tier(tmp_path):
     return opened(tmp_path / "disk")
+
+
+def test_raw_records_stand_beside_compressed_ones(tmp_path):
+    codecs = []
+    for seed, compresses in enumerate((True, False, True)):
+        tier = opened(tmp_path, compresses=compresses)
+        assert store(tier, blocks(seed)) == []
+        assert [4] * (seed + 1) == [load(tier, blocks(each)) for each in range(seed + 1)]
+        codecs.append(unpack_header(tier.read_record(blocks(seed)[0].key)[1]).codec)
+        tier.close()
+    assert [CodecId.PLANES32, CodecId.RAW, CodecId.PLANES32] == codecs
 
 
 def harm(tier_root, block):

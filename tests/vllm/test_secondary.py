@@ -149,6 +149,7 @@ def test_a_lookup_does_not_wait_for_a_disk_that_hangs(opened):
     [
         ({"type": "cachesvc", "bytes": "1GiB"}, "needs dir"),
         ({"type": "cachesvc", "dir": "kv", "bytes": "1GiB", "root_dir": "x"}, "knows no root_dir"),
+        ({"type": "cachesvc", "dir": "kv", "bytes": "1GiB", "compress": 0}, "true or false"),
         ({"type": "cachesvc", "node": "/run/node.sock"}, "have CachesvcConnector"),
         ({"type": "cachesvc", "dir": "kv", "bytes": "much"}, "is not a size"),
         ({"type": "cachesvc", "dir": "kv", "bytes": "1MiB"}, "too small"),

@@ -9,6 +9,7 @@ BATCH_BYTES = 8 << 20
 class DiskSettings:
     """The least recently used block leaves first. The order is stored on disk."""
 
+    compresses: bool = True  # new records, where that saves a tenth
     computes_elsewhere: bool = False  # than on the processors, so more threads may read
     moves: bool = False  # a promoted block leaves first, until the tiers above drop it again
     idle_ttl_s: int | None = None  # delete blocks unused for this long

@@ -79,7 +79,7 @@ class DiskTier(ManagedTier):
         self._guard = guard
         self._counts = counts
         self._beside: list[DiskTier] = []
-        scratch = Scratch(layout.torch_dtype.itemsize)
+        scratch = Scratch(layout.torch_dtype.itemsize if settings.compresses else 1)
         self._reader = BlockReader(slots, layout, scratch, counts)
         self._room = room
         self._writer = BlockWriter(slots, layout, scratch, counts, settings, guard, room, clock)
