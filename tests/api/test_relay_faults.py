@@ -257,6 +257,7 @@ async def test_a_site_that_comes_later_is_used_once_it_is_what_the_others_are(
                 "has third, not up": {"id": "third"},
                 "a context of 99 tokens, not 4000": {"max_model_len": 99},
                 "has no cache_salt": {"owned_by": "them"},
+                "counts the first prompt": {"owned_by": "llamacpp"},
             }
             for why, change in wrong.items():
                 other.cards, other.lists = [right | change], 200

@@ -172,10 +172,10 @@ def build(
             told = f"has {late.model}, not {model}"
         elif not asked and late.max_context < max_context:
             told = f"has a context of {late.max_context} tokens, not {max_context}"
-        elif not late.salted >= salted:
-            told = "has no cache_salt, which keeps tenants apart at the others"
         elif late.counts_one and not counts_one:
             told = "counts the first prompt of a request alone, which the others do not"
+        elif not late.salted >= salted:
+            told = "has no cache_salt, which keeps tenants apart at the others"
         if told:
             raise ModelError(f"the endpoint at {url} {told}")
 
