@@ -277,7 +277,7 @@ def test_what_one_engine_stored_another_loads_with_every_byte_also_after_a_resta
 
 
 def test_what_all_ranks_have_alike_the_first_stores_and_all_load(path):
-    """Both tell the end of the store: vLLM waits for all ranks."""
+    """Both tell the end of the store: vLLM waits for all ranks. Else each moves its own part."""
     ids, kvs = prompt(1, 3), (kv_like_vllm(3), kv_like_vllm(4))
     with serving(path), ExitStack() as held:
         ranks = [held.enter_context(carrying(path, kv, rank=n)) for n, kv in enumerate(kvs)]
@@ -291,6 +291,12 @@ def test_what_all_ranks_have_alike_the_first_stores_and_all_load(path):
         for name in ("a", "b"):
             stored = kvs[0][name][:, [3, 7, 1]]
             assert all(torch.equal(stored, kv[name][:, [2, 5, 8]]) for kv in kvs)
+        ids_of_ranks = tuple(prompt(2, 1)), tuple(prompt(3, 1))
+        for rank, kv in zip(ranks, kvs, strict=True):
+            own = {name: tensor[:, 0].clone() for name, tensor in kv.items()}
+            assert set() == moved(rank, [], [Transfer("s", (GroupBlocks(0, ids_of_ranks, (0,)),))])
+            assert set() == moved(rank, [Transfer("l", (GroupBlocks(0, ids_of_ranks, (10,)),))], [])
+            assert all(torch.equal(own[name], kv[name][:, 10]) for name in own)
 
 
 def test_a_load_in_a_step_is_there_when_the_step_computes(path):

@@ -262,19 +262,19 @@ def test_what_loads_slower_than_it_computes_is_neither_promised_nor_fetched(plan
 
 
 def test_after_many_refusals_a_block_of_each_tier_is_fetched_that_nobody_waits_for(planner, link):
-    link.tiers = [TierName.DISK, TierName.DISK, TierName.REMOTE]
+    link.tiers = [TierName.HOST, TierName.DISK, TierName.DISK, TierName.REMOTE]
     slow_disk(planner, link)
     found = []
     for number in range(RETRY_EVERY + 1):
-        asked = request(name=str(number))
+        asked = request(5 * SIZE, name=str(number))
         found.append(matched(planner, asked))
         planner.allocated(asked, [[7, 8, 9, 10]], found[-1])
         planner.finished(asked, [[7, 8, 9, 10]])
-    assert [0] * (RETRY_EVERY + 1) == found
+    assert [SIZE] * (RETRY_EVERY + 1) == found
     (disk,), (remote,) = link.fetched  # the last of each
-    (ids,) = RequestChains.of(planner.identity, request()).ids(0, 1, 3)
+    (ids,) = RequestChains.of(planner.identity, request()).ids(0, 2, 4)
     assert [disk, remote] == list(ids)
-    link.loads = {TierName.DISK: CostLine(0.0, 1e-9), TierName.REMOTE: CostLine(0.0, 1e-9)}
+    link.loads = {}
     assert 3 * SIZE == matched(planner, request(name="fast"))
 
 
