@@ -11,12 +11,13 @@ a new prompt of each length is asked of each contestant in turn: cold, then from
               host    after that was emptied
               disk    after the node was restarted too; its files are in the page cache
     example   stored  vLLM's ExampleConnector, which keeps each prompt's KV in files
-    alone     cold    vLLM without a connector; in a throttled run only
 
 `same` counts the hits whose token and its logprob, to the last bit, are those of the contestant's
-first hit. A contestant that answers without a hit ends the run. With `--throttle`, the node's disk
-has all prompts, none of them in the page cache, and reads so many MB a second. Each is asked once
-of us and of vLLM alone. Then `loaded` has the tokens of each that were loaded.
+first hit. A contestant that answers without a hit ends the run.
+
+With `--throttle`, the node's disk has prompts, none of them in the page cache, and reads so many MB
+a second. In each round one of each length is asked, and a new one that nobody has, in turns: `held`
+and `new`. `loaded` has the tokens of each held prompt that were loaded.
 
 Estimate for 2,048 tokens, 94 MB of KV: a device hit computes the last block, up to 128 tokens; a
 host hit copies 94 MB once more, 12 to 20 ms at 5 to 8 GB/s; a disk hit reads and expands them, 94
@@ -41,6 +42,7 @@ from tests.vllm.processes import Engine, RunningNode
 from tests.vllm.throttled import forget_pages, throttle
 
 BLOCK = 128  # tokens of vLLM's blocks
+NEW = 10_000  # and on: the seeds of prompts that nobody has
 Times = dict[int, dict[str, list[float]]]  # milliseconds by length and way
 
 
@@ -130,8 +132,6 @@ def contestants(stack: ExitStack, folder: Path, asked: argparse.Namespace) -> li
         return started
 
     found = [lambda: Ours(engine("ours", node.socket), asked.rest, node)]
-    if asked.throttle:
-        found.append(lambda: Contestant("alone", engine("alone"), asked.rest))
     if "example" in asked.beside:
         told = {
             "kv_connector": "ExampleConnector",
@@ -141,7 +141,10 @@ def contestants(stack: ExitStack, folder: Path, asked: argparse.Namespace) -> li
         example = partial(engine, "example", kv_transfer_config=told)
         found.append(lambda: Contestant("example", example(), asked.rest))
     with ThreadPoolExecutor(len(found)) as threads:  # they take half a minute to start
-        return list(threads.map(lambda each: each(), found))
+        everybody = list(threads.map(lambda each: each(), found))
+    for contestant in everybody:  # not counted: everything is touched once
+        contestant.ways(prompt(512, 999))
+    return everybody
 
 
 def every_tier(everybody: list[Contestant], asked: argparse.Namespace) -> Times:
@@ -155,39 +158,41 @@ def every_tier(everybody: list[Contestant], asked: argparse.Namespace) -> Times:
     return times
 
 
-def throttled(ours: Ours, alone: Contestant, folder: Path, asked: argparse.Namespace) -> Times:
-    """Prompts of every length that a slow disk has, beside those that vLLM alone computes."""
+def throttled(ours: Ours, folder: Path, asked: argparse.Namespace) -> Times:
+    """Prompts of every length that a slow disk has, beside those that nobody has."""
     times: Times = {length: defaultdict(list) for length in asked.lengths}
+    for number in range(asked.rounds):
+        for length in asked.lengths:
+            ours.cold(prompt(length, length + number))
     with throttle(folder) as bound:
         ours.restart_node(partial(forget_pages, ours.node.disk))
         bound.add(ours.node.pid)
         bound.set(asked.throttle * 1_000_000)
         for number in range(asked.rounds):
+            pause(asked)
             for length in asked.lengths:
-                ids = prompt(length, length + number)
-                for each in (ours, alone) if number % 2 else (alone, ours):
-                    answer = each.ask(ids)
-                    times[length][each.name].append(round(answer["ms"], 1))
-                    if each is ours:
+                for way in ("held", "new") if number % 2 else ("new", "held"):
+                    ours.node.until_on_disk()
+                    answer = ours.ask(prompt(length, length + number + NEW * (way == "new")))
+                    times[length][way].append(round(answer["ms"], 1))
+                    if way == "held":
                         times[length]["loaded"].append(answer["hits"].get("disk", 0))
     return times
+
+
+def pause(asked: argparse.Namespace) -> None:
+    if asked.pause:
+        input("ready; press Enter to measure\n")
 
 
 def measure(asked: argparse.Namespace) -> tuple[Times, dict[str, str]]:
     with tempfile.TemporaryDirectory(dir=asked.dir) as name, ExitStack() as stack:
         everybody = contestants(stack, Path(name), asked)
-        for contestant in everybody:  # not counted: everything is touched once
-            contestant.ways(prompt(512, 999)) if contestant.name != "alone" else None
         if asked.throttle:
-            for length in asked.lengths:
-                for number in range(asked.rounds):
-                    everybody[0].cold(prompt(length, length + number))
-        if asked.pause:
-            input("ready; press Enter to measure\n")
-        if asked.throttle:
-            ours, alone, *_ = everybody
+            ours = everybody[0]
             assert isinstance(ours, Ours)
-            return throttled(ours, alone, Path(name), asked), {}
+            return throttled(ours, Path(name), asked), {}
+        pause(asked)
         times = every_tier(everybody, asked)
         same = {each.name: f"{sum(each.same)} of {len(each.same)}" for each in everybody}
         return times, same
