@@ -70,14 +70,14 @@ def serve(
     settings: Settings,
     *,
     startup: Startup | None = None,
-    on_ready: Callable[[Settings, str, str], None] = lambda settings, url, link: None,
+    on_ready: "Callable[[CacheStats, str, str], None]" = lambda cache, url, link: None,
 ) -> None:
     """Serves until a signal stops it. Raises configuration errors before the first request.
 
-    Once it accepts requests, `on_ready` is called with the effective settings, the server's URL and
+    Once it accepts requests, `on_ready` is called with the tiers as they are, the server's URL and
     a one-time login link for its dashboard.
     """
-    server, startup, asked = settings.server, startup or Startup(), settings
+    server, startup = settings.server, startup or Startup()
     each = settings.each()
     for one in each:
         if idle := ", ".join(idle_settings(one)):
@@ -115,7 +115,6 @@ def serve(
                     with _importing():  # the rest, while that thread loads weights
                         from cachesvc.service import Service
                     makers = prepared.result()
-                    settings = makers[main][0]
                     thread.shutdown()
                 opening = "starting vLLM" if over_vllm else "asking the engine" if at_url else TIERS
                 with startup.during(opening):
@@ -126,23 +125,11 @@ def serve(
 
             def ready(url: str, link: str) -> None:
                 notify("READY=1")
-                chunk = {"chunk_tokens": settings.engine.chunk_tokens}
-                found = {"engine": asked.engine.model_copy(update=chunk), "cache": settings.cache}
-                cache = service.core.engine.stats().cache
-                on_ready(_with_capacities(asked.model_copy(update=found), cache), url, link)
+                on_ready(service.core.engine.stats().cache, url, link)
 
             service_open.enter_context(scanning_seldom())
             service_open.callback(notify, "STOPPING=1")  # called before the service closes
             service.run(listener, ready)
-
-
-def _with_capacities(settings: Settings, cache: "CacheStats") -> Settings:
-    found = {
-        "device_bytes": cache.device.capacity_bytes,
-        "host_bytes": cache.host.capacity_bytes,
-        "disk_bytes": cache.disk.capacity_bytes if cache.disk is not None else 0,
-    }
-    return settings.model_copy(update={"cache": settings.cache.model_copy(update=found)})
 
 
 @contextlib.contextmanager

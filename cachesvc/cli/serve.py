@@ -1,9 +1,8 @@
 """`cachesvc serve`: starts a server with one command."""
 
 import logging
-from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -22,9 +21,12 @@ from cachesvc.serve import serve as run
 from cachesvc.server.logs import configure
 from cachesvc.server.vllm.arguments import read_options
 
+if TYPE_CHECKING:
+    from tiers.stats import CacheStats
+    from tiers.tier import TierStats
+
 logger = logging.getLogger(__name__)
 
-TIERS = ("device", "host", "disk")
 ROUNDED = 1 / 16  # a tier may have this part less or more than set, as it holds whole blocks
 
 
@@ -76,11 +78,11 @@ def serve(
     console = Console(stderr=True, highlight=False)
     startup = Startup()
 
-    def ready(served: Settings, url: str, link: str) -> None:
-        rows = (row for row in replace(loaded, settings=served).rows() if row.origin != "default")
+    def ready(cache: "CacheStats", url: str, link: str) -> None:
+        rows = (row for row in loaded.rows() if row.origin != "default")
         given = ", ".join(f"{row.name} = {shown(row.name, row.value)}" for row in rows)
         logger.info(f"settings that are not the default: {given or 'none'}")
-        _announce(settings.cache, served, startup, console, url, link)
+        _announce(settings, cache, startup, console, url, link)
 
     run(settings, startup=startup, on_ready=ready)
     leave(0)  # all is closed and written
@@ -97,9 +99,9 @@ def _options_of(context: typer.Context) -> list[str]:
     return [name for each in context.command.params for name in (*each.opts, *each.secondary_opts)]
 
 
-def _tier(name: str, asked: CacheSection, found: CacheSection) -> str:
+def _tier(asked: CacheSection, name: str, found: "TierStats | None") -> str:
     """A tier's capacity, and its setting where that is another; empty if it is off."""
-    wanted, has = (getattr(cache, f"{name}_bytes") for cache in (asked, found))
+    wanted, has = getattr(asked, f"{name}_bytes"), found.capacity_bytes if found is not None else 0
     differs = wanted and abs(has - wanted) > ROUNDED * wanted
     if not (wanted or has):
         return ""
@@ -107,10 +109,12 @@ def _tier(name: str, asked: CacheSection, found: CacheSection) -> str:
 
 
 def _announce(
-    asked: CacheSection, settings: Settings, startup: Startup, console: Console, url: str, link: str
+    settings: Settings, cache: "CacheStats", startup: Startup, console: Console, url: str, link: str
 ) -> None:
     """Prints the server's address and, on a terminal only, a login link for the dashboard."""
-    tiers = ", ".join(filter(None, (_tier(name, asked, settings.cache) for name in TIERS)))
+    found = {"device": cache.device, "host": cache.host, "disk": cache.disk}
+    told = (_tier(settings.cache, name, each) for name, each in found.items())
+    tiers = ", ".join(filter(None, told))
     each = settings.each()
     if all(one.engine.urls for one in each):
         tiers = f"computed at {', '.join(url for one in each for url in one.engine.urls)}"
