@@ -60,7 +60,7 @@ def usage(
         str | None, typer.Option(help="Split days or months by model, project, key, user ...")
     ] = None,
     timezone: Annotated[
-        str | None, typer.Option(help="Where days begin, such as Asia/Shanghai  [UTC]")
+        str | None, typer.Option(help="Where days begin: such as Asia/Shanghai, or local  [UTC]")
     ] = None,
     limit: Annotated[
         int, typer.Option(min=1, max=MOST_ROWS, help="At most this many sessions, latest first")
