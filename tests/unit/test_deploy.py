@@ -30,26 +30,27 @@ NEEDED_S = SETTINGS.server.drain + FLUSH_S
 K8S = OPS / "k8s"
 DISK = "CACHESVC_CACHE__DISK_BYTES"
 BOARDS = K8S / "components" / "monitoring" / "boards"
+PROMETHEUS = OPS / "prometheus"
+
+
+def read(path):
+    documents = list(yaml.safe_load_all(path.read_text()))
+    return documents[0] if len(documents) == 1 else documents
 
 
 def kubernetes():
     """The base by kind; of the two services, the one for clients."""
-    base = K8S / "base"
-    names = yaml.safe_load((base / "kustomization.yaml").read_text())["resources"]
-    documents = [
-        document for name in names for document in yaml.safe_load_all((base / name).read_text())
-    ]
+    names = read(K8S / "base" / "kustomization.yaml")["resources"]
+    read_from = [read(K8S / "base" / name) for name in names]
+    documents = [d for each in read_from for d in (each if isinstance(each, list) else [each])]
     return {document["kind"]: document for document in reversed(documents)}
 
 
-@pytest.fixture(scope="module")
-def pod():
-    return kubernetes()["StatefulSet"]["spec"]["template"]["spec"]
-
-
-@pytest.fixture(scope="module")
-def compose():
-    return yaml.safe_load((DOCKER / "compose.yaml").read_text())
+BASE = kubernetes()
+POD = BASE["StatefulSet"]["spec"]["template"]["spec"]
+[CONTAINER] = POD["containers"]
+COMPOSE, FLEET, PAIR = (read(DOCKER / f"compose{name}.yaml") for name in ("", ".fleet", ".pair"))
+KNOWN = {env_name(name) for name in known_settings()}
 
 
 def variables(container):
@@ -58,35 +59,32 @@ def variables(container):
 
 def settings_of(folder):
     """What its kustomization adds to the servers' settings."""
-    kustomization = yaml.safe_load((folder / "kustomization.yaml").read_text())
-    (generator,) = kustomization["configMapGenerator"]
+    (generator,) = read(folder / "kustomization.yaml")["configMapGenerator"]
     assert "cachesvc-settings" == generator["name"]
     return dict(literal.split("=", 1) for literal in generator["literals"])
 
 
-def test_probes_ask_routes_that_exist_on_ports_that_are_open(pod):
-    (container,) = pod["containers"]
+def test_probes_ask_routes_that_exist_on_ports_that_are_open():
     routes = {route.path for route in health.router.routes if isinstance(route, APIRoute)}
-    ports = {port["name"] for port in container["ports"]}
-    probes = {name: container[name]["httpGet"] for name in container if name.endswith("Probe")}
+    ports = {port["name"] for port in CONTAINER["ports"]}
+    probes = {name: CONTAINER[name]["httpGet"] for name in CONTAINER if name.endswith("Probe")}
     assert {"startupProbe", "livenessProbe", "readinessProbe"} == probes.keys()
     assert routes >= {probe["path"] for probe in probes.values()}
     assert ports >= {probe["port"] for probe in probes.values()}
     assert "/health/ready" == probes["readinessProbe"]["path"]
-    assert [SETTINGS.server.port] == [port["containerPort"] for port in container["ports"]]
+    assert [SETTINGS.server.port] == [port["containerPort"] for port in CONTAINER["ports"]]
 
 
 def test_the_service_finds_its_pods():
-    found = kubernetes()
-    service, stateful = found["Service"]["spec"], found["StatefulSet"]
+    service, stateful = BASE["Service"]["spec"], BASE["StatefulSet"]
     labels = stateful["spec"]["template"]["metadata"]["labels"]
     assert service["selector"].items() <= labels.items()
     assert stateful["spec"]["selector"]["matchLabels"].items() <= labels.items()
-    headless = list(yaml.safe_load_all((K8S / "base" / "service.yaml").read_text()))[1]
+    headless = read(K8S / "base" / "service.yaml")[1]
     assert "None" == headless["spec"]["clusterIP"]
     assert headless["metadata"]["name"] == stateful["spec"]["serviceName"]
     for kind, chosen in (("PodDisruptionBudget", "selector"), ("NetworkPolicy", "podSelector")):
-        assert found[kind]["spec"][chosen]["matchLabels"].items() <= labels.items()
+        assert BASE[kind]["spec"][chosen]["matchLabels"].items() <= labels.items()
 
 
 COMPONENTS = [
@@ -101,8 +99,12 @@ needs_kubectl = pytest.mark.skipif(KUBECTL is None, reason="needs kubectl, which
 needs_helm = pytest.mark.skipif(HELM is None, reason="needs helm, which CI installs")
 
 
+def run(*command):
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
 def built_by(*command):
-    built = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    built = run(*command)
     assert 0 == built.returncode, built.stderr
     return [document for document in yaml.safe_load_all(built.stdout) if document]
 
@@ -112,11 +114,8 @@ def kustomized(folder, components, **more):
     shutil.copytree(K8S, folder / "k8s")
     chosen = folder / "k8s" / "chosen"
     chosen.mkdir()
-    settings = {
-        "name": "cachesvc-settings",
-        "behavior": "merge",
-        "literals": ["CACHESVC_MODEL__NAME=ours/model"],
-    }
+    settings = {"name": "cachesvc-settings", "behavior": "merge"}
+    settings |= {"literals": ["CACHESVC_MODEL__NAME=ours/model"]}
     kustomization = {
         "resources": ["../base"],
         "components": [f"../components/{name}" for name in components],
@@ -173,12 +172,19 @@ def test_kustomize_builds_what_kubernetes_knows(tmp_path, components):
         chosen_by = monitor["spec"]["selector"]["matchLabels"].items()
         read = [each for each in services if chosen_by <= each["metadata"]["labels"].items()]
         assert ["cachesvc-peers"] == [each["metadata"]["name"] for each in read]
+    validated(document for document in documents if document["kind"] not in OPERATORS)
+
+
+OPERATORS = {"ServiceMonitor", "PrometheusRule"}  # kinds of its own
+
+
+def validated(documents):
+    """By the schemas of Kubernetes."""
     validator = pytest.importorskip(
         "kubernetes_validate", reason="needs kubernetes-validate, which CI installs"
     )
     for document in documents:
-        if document["kind"] not in {"ServiceMonitor", "PrometheusRule"}:  # the operator's own
-            validator.validate(document, "1.32", strict=True)
+        validator.validate(document, "1.32", strict=True)
 
 
 def rendered(folder, chart=K8S, **values):
@@ -204,16 +210,9 @@ def test_the_chart_makes_what_kustomize_does(tmp_path, components):
         replicas=[{"name": "cachesvc", "count": 3}],
         images=[{"name": "cachesvc", "newName": image, "newTag": "9"}],
     )
-    found = by_name(
-        rendered(
-            tmp_path,
-            tmp_path / "k8s",
-            components=list(components),
-            settings=own,
-            replicas={"cachesvc": 3},
-            images={"cachesvc": f"{image}:9"},
-        )
-    )
+    chosen = {"components": list(components), "settings": own, "replicas": {"cachesvc": 3}}
+    chosen["images"] = {"cachesvc": f"{image}:9"}
+    found = by_name(rendered(tmp_path, tmp_path / "k8s", **chosen))
     restarted = {
         name: each["spec"]["template"]["metadata"].pop("annotations")["checksum/settings"]
         for (_, name), each in found.items()
@@ -230,31 +229,17 @@ def test_the_chart_makes_what_kustomize_does(tmp_path, components):
 @needs_helm
 def test_the_chart_takes_settings_and_parts_of_objects_and_refuses_what_it_does_not_know(tmp_path):
     first = by_name(rendered(tmp_path))
+    more = {"containers": [{"name": "cachesvc", "resources": {"limits": {"memory": "9Gi"}}}]}
     patches = [
         {"kind": "ConfigMap", "metadata": {"name": "cachesvc-settings"}, "data": {DISK: None}},
-        {
-            "kind": "StatefulSet",
-            "metadata": {"name": "cachesvc"},
-            "spec": {
-                "template": {
-                    "spec": {
-                        "containers": [
-                            {"name": "cachesvc", "resources": {"limits": {"memory": "9Gi"}}}
-                        ]
-                    }
-                }
-            },
-        },
+        {"kind": "StatefulSet", "metadata": {"name": "cachesvc"}}
+        | {"spec": {"template": {"spec": more}}},
     ]
     own = {"CACHESVC_SERVER__DRAIN": "5"}
     patched = by_name(rendered(tmp_path, settings=own, patches=patches))
-    (before, held), (after, then) = (
-        (
-            each["StatefulSet", "cachesvc"]["spec"]["template"],
-            each["ConfigMap", "cachesvc-settings"]["data"],
-        )
-        for each in (first, patched)
-    )
+    each = (first, patched)
+    before, after = (made["StatefulSet", "cachesvc"]["spec"]["template"] for made in each)
+    held, then = (made["ConfigMap", "cachesvc-settings"]["data"] for made in each)
     assert DISK in held
     assert {name: value for name, value in held.items() if name != DISK} | own == then
     assert before["metadata"]["annotations"] != after["metadata"]["annotations"]
@@ -271,20 +256,14 @@ def test_the_chart_takes_settings_and_parts_of_objects_and_refuses_what_it_does_
         "patches[0].kind=A,patches[0].metadata.name=b": "there is no A/b",
     }
     for value, why in refused.items():
-        done = subprocess.run(
-            [HELM, "template", "release", K8S, "--set", value],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+        done = run(HELM, "template", "release", K8S, "--set", value)
         assert done.returncode and re.search(why, done.stderr), (value, done.stderr)
 
 
 def test_the_operators_rules_are_prometheus_own():
     """One is a copy of the other, because kustomize reads no files outside its folder."""
-    rule = yaml.safe_load((K8S / "components" / "monitoring" / "rules.yaml").read_text())
-    assert yaml.safe_load((OPS / "prometheus" / "rules.yml").read_text()) == rule["spec"]
+    rule = read(K8S / "components" / "monitoring" / "rules.yaml")
+    assert read(PROMETHEUS / "rules.yml") == rule["spec"]
 
 
 @needs_kubectl
@@ -292,10 +271,8 @@ def test_the_nodes_daemon_set_is_what_kubernetes_and_the_command_know():
     (daemons,) = built_by(KUBECTL, "kustomize", K8S / "node")
     pod = daemons["spec"]["template"]["spec"]
     (container,) = pod["containers"]
-    assert (
-        daemons["spec"]["selector"]["matchLabels"]
-        == (daemons["spec"]["template"]["metadata"]["labels"])
-    )
+    labels = daemons["spec"]["template"]["metadata"]["labels"]
+    assert daemons["spec"]["selector"]["matchLabels"] == labels
     command, *arguments = container["args"]
     told = dict(argument.split("=") for argument in arguments)
     assert "node" == command
@@ -308,32 +285,28 @@ def test_the_nodes_daemon_set_is_what_kubernetes_and_the_command_know():
     memory = parse_size(container["resources"]["requests"]["memory"] + "B")
     assert parse_size(told["--host-cache"]) < memory
     assert pod["terminationGracePeriodSeconds"] > DRAIN_S
-    validator = pytest.importorskip(
-        "kubernetes_validate", reason="needs kubernetes-validate, which CI installs"
-    )
-    validator.validate(daemons, "1.32", strict=True)
+    validated([daemons])
 
 
-def test_the_disk_tier_lies_on_a_volume_that_holds_it(pod):
-    (container,) = pod["containers"]
-    claims = kubernetes()["StatefulSet"]["spec"]["volumeClaimTemplates"]
+def test_the_disk_tier_lies_on_a_volume_that_holds_it():
+    claims = BASE["StatefulSet"]["spec"]["volumeClaimTemplates"]
     sizes = {
         claim["metadata"]["name"]: claim["spec"]["resources"]["requests"]["storage"]
         for claim in claims
     }
-    mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
-    assert set(mounts.values()) <= {*sizes, *(volume["name"] for volume in pod["volumes"])}
-    volume = mounts[variables(container)[env_name("server.data_dir")]]
+    mounts = {mount["mountPath"]: mount["name"] for mount in CONTAINER["volumeMounts"]}
+    assert set(mounts.values()) <= {*sizes, *(volume["name"] for volume in POD["volumes"])}
+    volume = mounts[variables(CONTAINER)[env_name("server.data_dir")]]
     wanted = parse_size(settings_of(K8S / "base")[env_name("cache.disk_bytes")])
     assert wanted < parse_size(sizes[volume] + "B"), "the ledger and models need room beside it"
 
 
-def test_variables_have_values_that_the_settings_take(pod):
+def test_variables_have_values_that_the_settings_take():
     names = {env_name(name): name for name in known_settings()}
     nested = {}
     folders = [K8S / "base", *(K8S / "components" / name for name in ("remote", "fleet", "router"))]
     told = {variable: value for each in folders for variable, value in settings_of(each).items()}
-    forced = variables(pod["containers"][0])
+    forced = variables(CONTAINER)
     assert not told.keys() & forced.keys(), "a variable of the pod hides a setting"
     for variable, value in (told | forced).items():
         section, key = names[variable].split(".")
@@ -341,20 +314,19 @@ def test_variables_have_values_that_the_settings_take(pod):
     assert Settings.model_validate(nested).server.require_keys
 
 
-def test_a_stop_has_time_to_drain_and_to_flush(pod, compose):
-    assert pod["terminationGracePeriodSeconds"] > NEEDED_S
-    assert parse_duration(compose["services"]["cachesvc"]["stop_grace_period"]) > NEEDED_S
+def test_a_stop_has_time_to_drain_and_to_flush():
+    assert POD["terminationGracePeriodSeconds"] > NEEDED_S
+    assert parse_duration(COMPOSE["services"]["cachesvc"]["stop_grace_period"]) > NEEDED_S
     unit = (OPS / "systemd" / "cachesvc.service").read_text()
     assert float(re.findall(r"^TimeoutStopSec=(\d+)$", unit, re.MULTILINE)[0]) > NEEDED_S
     assert "KillSignal=SIGTERM" in unit
 
 
-def test_the_container_runs_as_its_user_without_more_rights(pod):
+def test_the_container_runs_as_its_user_without_more_rights():
     uid = int(re.findall(r"--uid (\d+)", (DOCKER / "Dockerfile").read_text())[0])
-    assert {uid} == {pod["securityContext"][name] for name in ("runAsUser", "fsGroup")}
-    (container,) = pod["containers"]
-    assert container["securityContext"]["readOnlyRootFilesystem"]
-    writable = {mount["mountPath"] for mount in container["volumeMounts"]}
+    assert {uid} == {POD["securityContext"][name] for name in ("runAsUser", "fsGroup")}
+    assert CONTAINER["securityContext"]["readOnlyRootFilesystem"]
+    writable = {mount["mountPath"] for mount in CONTAINER["volumeMounts"]}
     assert {"/data", "/tmp"} == writable
 
 
@@ -380,27 +352,30 @@ def mounts(compose):
             yield name, source, target
 
 
-def test_compose_mounts_what_there_is(compose):
-    folders = [source for _, source, _ in mounts(compose) if source.startswith(".")]
+def test_compose_mounts_what_there_is():
+    folders = [source for _, source, _ in mounts(COMPOSE) if source.startswith(".")]
     assert folders
     assert [] == [folder for folder in folders if not (DOCKER / folder).exists()]
+    assert ["gpu"] == COMPOSE["services"]["cachesvc-gpu"]["profiles"]
+
+
+@pytest.mark.parametrize("compose", [COMPOSE, FLEET, PAIR], ids=["one", "fleet", "pair"])
+def test_what_compose_names_is_there_and_ports_are_open_to_this_machine_alone(compose):
     named = {source for _, source, _ in mounts(compose) if not source.startswith(".")}
     assert named == set(compose["volumes"])
-    built = compose["services"]["cachesvc"]["build"]
-    assert (DOCKER / built["context"] / built["dockerfile"]).is_file()
-    assert ["gpu"] == compose["services"]["cachesvc-gpu"]["profiles"]
+    services = compose["services"].values()
+    for built in (service["build"] for service in services if "build" in service):
+        assert (DOCKER / built["context"] / built["dockerfile"]).is_file()
+    ports = [port for service in services for port in service.get("ports", ())]
+    assert ports and [] == [port for port in ports if not port.startswith("127.0.0.1:")]
+    for service in services:
+        assert "build" in service or ":" in service["image"], "an image has a version"
 
 
-@pytest.fixture(scope="module")
-def fleet():
-    return yaml.safe_load((DOCKER / "compose.fleet.yaml").read_text())
-
-
-def test_the_fleets_servers_ask_its_router_and_the_router_its_engines(fleet):
-    services = fleet["services"]
-    known = {env_name(name) for name in known_settings()}
+def test_the_fleets_servers_ask_its_router_and_the_router_its_engines():
+    services = FLEET["services"]
     for name in ("one", "two"):
-        assert set(services[name]["environment"]) <= known
+        assert set(services[name]["environment"]) <= KNOWN
         assert "http://router:8000" == services[name]["environment"][env_name("engine.backend")]
     names = ("billing.database_url", "limits.url")
     for variable in map(env_name, names):
@@ -414,69 +389,46 @@ def test_the_fleets_servers_ask_its_router_and_the_router_its_engines(fleet):
         for name in engines
     ]
     assert [["0"], ["1"]] == gpus
-    built = services["router"]["build"]
-    assert (DOCKER / built["context"] / built["dockerfile"]).is_file()
 
 
-@pytest.fixture(scope="module")
-def pair():
-    return yaml.safe_load((DOCKER / "compose.pair.yaml").read_text())
-
-
-def test_two_servers_share_a_ledger_limits_and_blocks_and_nothing_else(pair):
-    one, two = (pair["services"][name] for name in ("one", "two"))
-    known = {env_name(name) for name in known_settings()}
-    assert set(one["environment"]) <= known
+def test_two_servers_share_a_ledger_limits_and_blocks_and_nothing_else():
+    one, two = (PAIR["services"][name] for name in ("one", "two"))
+    assert set(one["environment"]) <= KNOWN
     differ = {
-        name for name in known if one["environment"].get(name) != two["environment"].get(name)
+        name for name in KNOWN if one["environment"].get(name) != two["environment"].get(name)
     }
     assert {env_name("billing.server_name")} == differ
     assert not set(one["volumes"]) & set(two["volumes"])
     for name in ("billing.database_url", "limits.url", "cache.remote_url"):
         host = re.search(r"(?:@|//)(\w+)(?::6379)?/", one["environment"][env_name(name)])
-        assert host is not None and host[1] in pair["services"], name
+        assert host is not None and host[1] in PAIR["services"], name
     # Blocks are found by a tenant's salt, which is made of one secret.
     assert "service_completed_successfully" == two["depends_on"]["secret"]["condition"]
-    assert "cp -np /one/secret" in pair["services"]["secret"]["entrypoint"][-1]
+    assert "cp -np /one/secret" in PAIR["services"]["secret"]["entrypoint"][-1]
 
 
-def test_ports_are_open_to_this_machine_alone_and_the_pair_mounts_what_it_names(
-    compose, pair, fleet
-):
-    for document in (compose, fleet, pair):
-        services = document["services"].values()
-        ports = [port for service in services for port in service.get("ports", ())]
-        assert ports and [] == [port for port in ports if not port.startswith("127.0.0.1:")]
-    assert 2 == len(ports)
-    assert {source for _, source, _ in mounts(fleet)} == set(fleet["volumes"])
-    assert {source for _, source, _ in mounts(pair)} == set(pair["volumes"])
-    built = pair["services"]["one"]["build"]
-    assert (DOCKER / built["context"] / built["dockerfile"]).is_file()
-    for service in pair["services"].values():
-        assert "build" in service or ":" in service["image"], "an image has a version"
-
-
-def test_prometheus_and_grafana_find_each_other(compose):
+def test_prometheus_and_grafana_find_each_other():
     """Targets and addresses name services of the compose file; boards name the data source."""
-    services = compose["services"]
-    scraped = yaml.safe_load((OPS / "prometheus" / "prometheus.yml").read_text())
-    (job,) = scraped["scrape_configs"]
+    services = COMPOSE["services"]
+    watched = read(PROMETHEUS / "prometheus.yml")
+    (job,) = watched["scrape_configs"]
     host, port = job["static_configs"][0]["targets"][0].split(":")
     assert host in services
     assert SETTINGS.server.port == int(port)
     provisioning = OPS / "grafana" / "provisioning"
-    (source,) = yaml.safe_load((provisioning / "datasources" / "prometheus.yaml").read_text())[
-        "datasources"
-    ]
+    (source,) = read(provisioning / "datasources" / "prometheus.yaml")["datasources"]
     assert re.fullmatch(r"http://(\w+):9090", source["url"])[1] in services  # type: ignore[index]
-    (provider,) = yaml.safe_load((provisioning / "dashboards" / "cachesvc.yaml").read_text())[
-        "providers"
-    ]
-    targets = {target for name, _, target in mounts(compose) if name == "grafana"}
+    (provider,) = read(provisioning / "dashboards" / "cachesvc.yaml")["providers"]
+    targets = {target for name, _, target in mounts(COMPOSE) if name == "grafana"}
     assert {provider["options"]["path"], "/etc/grafana/provisioning"} == targets
     for board in BOARDS.glob("*.json"):
         panels = json.loads(board.read_text())["panels"]
         assert {source["uid"]} == {panel["datasource"]["uid"] for panel in panels}, board.name
+    (manager,) = watched["alerting"]["alertmanagers"]
+    (target,) = manager["static_configs"][0]["targets"]
+    assert target.split(":")[0] in services
+    routes = read(PROMETHEUS / "alertmanager.yml")
+    assert routes["route"]["receiver"] in {each["name"] for each in routes["receivers"]}
 
 
 @pytest.mark.parametrize("board", sorted(BOARDS.glob("*.json")), ids=lambda path: path.stem)
@@ -503,15 +455,6 @@ def test_panels_have_their_own_ids_and_places_and_are_of_the_chosen_servers(boar
         for target in panel["targets"]:
             metrics = re.findall(r"\bcachesvc[_:][a-z0-9_:]+", target["expr"])
             assert len(metrics) == target["expr"].count('{instance=~"$instance"'), target["expr"]
-
-
-def test_prometheus_sends_alerts_to_a_service_of_the_compose_file(compose):
-    watched = yaml.safe_load((OPS / "prometheus" / "prometheus.yml").read_text())
-    (manager,) = watched["alerting"]["alertmanagers"]
-    (target,) = manager["static_configs"][0]["targets"]
-    assert target.split(":")[0] in compose["services"]
-    routes = yaml.safe_load((OPS / "prometheus" / "alertmanager.yml").read_text())
-    assert routes["route"]["receiver"] in {each["name"] for each in routes["receivers"]}
 
 
 @pytest.mark.parametrize("abstract", [False, True])
