@@ -2,7 +2,6 @@
 
 from unittest import mock
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -49,17 +48,3 @@ def test_a_run_is_of_blocks_with_the_same_identity(known, asked, start, end):
                 break
             wanted.append(block)
         assert wanted == index.match(chain, start, end)
-
-
-@pytest.mark.parametrize("field", ["parent", "packed", "content"])
-def test_a_block_that_differs_in_one_field_ends_the_run(field):
-    chain = Chain(ROOTS[0], range(4 * SIZE), SIZE)
-    index = BlockIndex()
-    blocks = [Block(0.0) for _ in chain.keys]
-    for number, block in enumerate(blocks):
-        index.add(block, chain, number)
-    assert blocks == index.match(chain)
-    assert blocks[1:3] == index.match(chain, 1, 3)
-    setattr(blocks[2], field, b"another" + getattr(blocks[2], field))
-    assert blocks[:2] == index.match(chain)
-    assert 1 == index.collisions

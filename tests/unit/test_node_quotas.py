@@ -43,20 +43,6 @@ def put(pool, ids):
     pool.check()
 
 
-def held(pool, tenant, numbers):
-    return sum(len(pool.probe(prompt(tenant, number)).tiers) for number in numbers)
-
-
-def test_a_scan_of_others_leaves_an_owner_what_it_was_promised():
-    pool, _ = fair(8, {"tenant:a": 4})
-    for number in range(4):
-        put(pool, prompt("a", number))
-    for number in range(100):
-        put(pool, prompt("b", number))
-    assert 4 == held(pool, "a", range(4))
-    assert 4 == held(pool, "b", range(96, 100))
-
-
 def test_a_pinned_block_within_its_owners_share_stays_in_memory():
     pool, _ = fair(8, {"tenant:a": 4, "tenant:b": 4})
     ids = prompt("a", 0, 3)
