@@ -12,8 +12,7 @@ from engine.request import FinishReason
 from tests.sim.life import Life
 from tests.sim.random_grammar import RandomGrammar, RandomState
 from tests.sim.watched import BLOCK
-from tests.sim.world import PICTURES, PLACEHOLDER, World
-from tiers.blocks.contents import Content
+from tests.sim.world import World
 from tiers.memory.tails import MAX_CANDIDATES
 from tiers.policy.admission import WritePolicy
 
@@ -103,18 +102,6 @@ def test_prompts_that_part_are_all_served_from_the_disk_when_they_come_together(
         assert world.counts(f"warm{number}").hit_disk >= 3 * BLOCK
 
 
-def test_generated_tokens_are_cached_as_well_as_prompts():
-    """Turn two of a chat brings the first answer back; only what is new is computed."""
-    world = World(device_blocks=100)
-    prompt = list(range(10))
-    world.ask("turn1", prompt, max_tokens=12)
-    answer = world.tokens("turn1")
-    world.ask("turn2", [*prompt, *answer, 3, 4], max_tokens=1)
-    world.check()
-    # The last answered token was never computed: nobody had asked what follows it.
-    assert world.counts("turn2").hit_device == len(prompt) + len(answer) - 1
-
-
 def test_a_weak_hash_costs_hits_and_never_an_answer(monkeypatch):
     """Five keys for all blocks of one kind: what has the same key and other tokens is a miss."""
 
@@ -160,26 +147,6 @@ def test_a_tail_is_taken_as_far_as_it_matches(prompt, computed, blocks):
     assert (computed, blocks) == (world.runner.computed - before, free - world.cache.pool.num_free)
     assert 1 == world.ask("first again", TAILED, max_tokens=1).miss
     world.check()
-
-
-def test_tail_still_being_computed_is_waited_for():
-    world = World(device_blocks=100, step_tokens=8)
-    prompt = list(range(2 * BLOCK + 2))
-    for name in ("a", "b", "c"):
-        world.submit(name, prompt, max_tokens=1)
-    world.check()
-    assert world.runner.computed == len(prompt)
-
-
-def test_tail_shared_by_two_at_once_is_copied_before_both_append():
-    """They answer differently from the same tail on, each in a block of its own."""
-    world, prompt = _tail_world()
-    world.submit("x", prompt, max_tokens=6, seed=1)
-    world.submit("y", prompt, max_tokens=6, seed=2)
-    world.ask("z", prompt, max_tokens=6, seed=3, n=3)
-    world.check()
-    assert world.tokens("x") != world.tokens("y")
-    assert world.counts("x").miss == world.counts("y").miss == 1
 
 
 def test_a_computed_tail_is_not_waited_for_while_its_request_runs():
@@ -230,24 +197,3 @@ def test_tail_of_a_block_that_is_still_loading_is_computed():
     assert ["whole"] == world.live()
     assert (4 * BLOCK, 2) == (world.counts("part").hit, world.counts("part").miss)
     world.check()
-
-
-@pytest.mark.parametrize("together", [False, True])
-@pytest.mark.parametrize("max_tokens", [1, 3])
-@pytest.mark.parametrize("place", [6, 8, 9])
-def test_equal_placeholders_of_other_pictures_do_not_meet(place, max_tokens, together):
-    """In full blocks and in tails, one after another and at once; each finds its own again."""
-    prompt = [*range(place), *[PLACEHOLDER] * 8]
-    world = World(device_blocks=100)
-    for again in ("", " again"):
-        for name, picture in (("cat", PICTURES[0]), ("dog", PICTURES[1]), ("text", None)):
-            for length in (3, 8):  # with three tokens of a picture the prompt ends in a tail
-                contents = () if picture is None else (Content(place, length, picture),)
-                tokens = [*prompt[: place + length], *([7] if length == 8 else [])]
-                world.submit(f"{name}{length}{again}", tokens, max_tokens, contents=contents)
-                if not together:
-                    world.run()
-        world.check()
-    for name in ("cat", "dog"):
-        assert world.counts(f"{name}3").hit <= place and world.counts(f"{name}8").hit <= place
-        assert world.counts(f"{name}8 again").hit_device >= (place + 8) // BLOCK * BLOCK

@@ -41,7 +41,7 @@ class PromptCache(TieredCache):
 
 @pytest.mark.parametrize("load", LOADS)
 def test_the_tiers_serve_what_their_replay_says_and_lose_nothing(load):
-    made = make_trace(load, LOADS[load], duration_s=900.0, seed=1)
+    made = make_trace(load, LOADS[load], duration_s=450.0, seed=1)
     requests = [replace(whole(request), tenant=None) for request in made.requests]
     trace = replace(made, requests=requests, block_tokens=TOKENS)
     blocks = trace.working_set_blocks()

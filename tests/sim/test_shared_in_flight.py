@@ -1,7 +1,5 @@
 """Prefixes that are being computed while others want them, and sequences that must give way."""
 
-import pytest
-
 from engine.request import FinishReason
 from engine.scheduling.sequence import Sequence
 from tests.sim.watched import BLOCK
@@ -13,9 +11,9 @@ from tiers.tier import TierName
 PREFIX = list(range(40))
 
 
-def halfway(num_waiters: int, *, step_tokens: int = 8, share_tails: bool = True) -> World:
+def halfway(num_waiters: int, *, step_tokens: int = 8) -> World:
     """A producer has computed part of its prompt; others wait for the same prefix."""
-    world = World(device_blocks=100, step_tokens=step_tokens, share_tails=share_tails)
+    world = World(device_blocks=100, step_tokens=step_tokens)
     world.submit("producer", PREFIX, max_tokens=1)
     world.step()
     for number in range(num_waiters):
@@ -29,49 +27,8 @@ def running(world: World) -> list[Sequence]:
     return world.engine._scheduler.running
 
 
-def take_over(world: World) -> None:
-    """Two steps: the first asks the disk for what the producer did not get to."""
-    world.step()
-    world.step()
-
-
-def unique_tokens(num_waiters: int) -> int:
-    return len(PREFIX) + num_waiters
-
-
 def finish_of(world: World, name: str) -> FinishReason | None:
     return world.outputs[name][-1].finish
-
-
-@pytest.mark.parametrize("share_tails", [False, True])
-def test_waiters_wait_for_the_one_that_computes_their_prefix(share_tails):
-    world = halfway(num_waiters=5, share_tails=share_tails)
-    assert ["producer"] == [s.request.request_id for s in running(world)]
-    world.check()
-    assert unique_tokens(5) == world.runner.computed
-
-
-def test_one_waiter_takes_over_from_a_cancelled_producer_and_the_others_wait_for_it():
-    world = halfway(num_waiters=5)
-    world.engine.abort("producer")
-    take_over(world)
-    assert 1 == len(running(world))
-    world.check()
-    assert unique_tokens(5) == world.runner.computed
-
-
-def test_nobody_waits_for_the_tail_of_a_prompt_that_was_cancelled_before_it():
-    """The partly filled last block is announced with the others, and is taken back with them."""
-    world = World(device_blocks=100, step_tokens=8)
-    prompt = [*PREFIX, 41]
-    world.submit("producer", prompt, max_tokens=1)
-    take_over(world)
-    assert 0 < world.runner.computed < len(PREFIX)
-    world.engine.abort("producer")
-    world.ask("other", PREFIX, max_tokens=1)
-    world.ask("next", prompt, max_tokens=1)
-    world.check()
-    assert FinishReason.LENGTH == finish_of(world, "next")
 
 
 def test_a_waiter_takes_over_from_a_producer_whose_step_failed():
@@ -89,7 +46,7 @@ def test_a_preempted_producer_resumes_and_its_waiters_get_the_prefix():
     (producer,) = running(world)
     world.engine._scheduler._preempt(producer)
     world.check()
-    assert unique_tokens(4) == world.runner.computed
+    assert len(PREFIX) + 4 == world.runner.computed
 
 
 def test_waiting_requests_do_not_delay_computing_ones():
@@ -108,19 +65,6 @@ def test_waiting_requests_do_not_delay_computing_ones():
         world.check()
     alone, beside_waiters = served_after
     assert alone == beside_waiters
-
-
-def test_a_preempted_sequence_is_next():
-    world = World(device_blocks=100, max_running=1, step_tokens=8)
-    for number in range(3):
-        world.submit(f"r{number}", [number] * 40, max_tokens=1)
-    world.step()
-    world.step()
-    (first,) = running(world)
-    scheduler = world.engine._scheduler
-    scheduler._preempt(first)
-    assert first is scheduler.waiting.candidates(1, lambda s: 40 - s.start)[0]
-    world.check()
 
 
 def test_a_preempted_request_is_loaded_from_below_and_not_recomputed():

@@ -36,9 +36,3 @@ def test_every_key_that_is_seen_is_in_one_piece(lengths, window, num_programs):
         assert low >= high, "those left over are empty"
     longest = max(high - low for _, low, high in pieces)
     assert longest <= max(LEAST_KEYS, -(-keys // budget)) + ALIGNED
-
-
-def test_a_long_sequence_beside_short_ones_is_shared_out():
-    """32 sequences on 8 KV heads: 128k keys are not two programs' work."""
-    rows, firsts = cut(tensor([131_072] + [1000] * 31), None, None, 8)
-    assert firsts[1] > 20 and (rows[2] - rows[1]).max() < 6000

@@ -53,15 +53,6 @@ def test_any_bytes_come_back(item_bytes, block):
     assert block == decode(item_bytes, codec, payload, len(block))
 
 
-@pytest.mark.parametrize("extra_items", [0, 1, 3])
-@pytest.mark.parametrize(("dtype", "item_bytes"), [("bfloat16", 2), ("float16", 2), ("float32", 4)])
-def test_blocks_of_several_chunks_come_back(dtype, item_bytes, extra_items):
-    block = kv((CHUNK_BYTES + 4096) // item_bytes + extra_items, dtype)
-    codec, payload = encode(item_bytes, block)
-    assert codec != CodecId.RAW
-    assert block == decode(item_bytes, codec, payload, len(block))
-
-
 @pytest.mark.parametrize(
     ("dtype", "item_bytes", "ratio"), [("bfloat16", 2, 1.40), ("float32", 4, 1.16)]
 )

@@ -8,17 +8,14 @@ import pytest
 from tests.children import ran
 from tests.support.disks import CAPACITY, FRAMES, Clock, blocks, closed_later, store
 from tests.support.faulty_storage import LAYOUT, fetched
-from tests.unit.test_disk_faults import flip
 from tiers.blocks.keys import TOKEN_BYTES, CacheScope
 from tiers.disk.format.codec import CodecId
 from tiers.disk.format.record import unpack_header
-from tiers.disk.inspection.opening import open_shards
-from tiers.disk.inspection.verify import verify, verify_all
 from tiers.disk.inspection.view import open_view
 from tiers.disk.open import open_disk
 from tiers.disk.settings import DiskSettings
 from tiers.disk.storage import Storage
-from tiers.errors import ConfigurationError, MissReason
+from tiers.errors import ConfigurationError
 from tiers.tier import Loaded
 
 OTHER = CacheScope(weights=b"tiny", tenant=b"other")
@@ -56,13 +53,6 @@ def test_raw_records_stand_beside_compressed_ones(tmp_path):
         codecs.append(unpack_header(tier.read_record(blocks(seed)[0].key)[1]).codec)
         tier.close()
     assert [CodecId.PLANES32, CodecId.RAW, CodecId.PLANES32] == codecs
-
-
-def harm(tier_root, block):
-    """Change one byte of a stored payload."""
-    with open_view(tier_root) as view:
-        offset = view.shards[0].find([block.key])[0].place.offset
-    flip(tier_root / "shard-000" / "data.mdb", offset + 1500, bit=6)
 
 
 def test_a_view_lists_what_was_stored(tier):
@@ -113,25 +103,6 @@ def test_another_process_reads_and_writes_beside_the_server(tier):
     assert tier.stats().num_blocks == 8
 
 
-def test_verify_finds_and_repairs(tmp_path):
-    tier = opened(tmp_path)
-    ids = blocks()
-    store(tier, ids)
-    tier.close()
-    with open_view(tmp_path) as view:
-        sound = verify_all(view.shards)
-    assert (sound.sound, sound.num_blocks) == (True, 4)
-    harm(tmp_path, ids[2])
-    with open_shards(tmp_path, readonly=False) as (_, shards):
-        found = verify(shards[0])
-        assert (found.num_blocks, found.bad) == (3, {MissReason.CHECKSUM: 1})
-        assert not found.sound
-        assert verify(shards[0], repair=True).num_repaired == 1
-        assert verify(shards[0]).sound
-    tier = opened(tmp_path)
-    assert load(tier, ids) == 2
-
-
 def test_the_order_of_eviction_survives_a_restart(tmp_path):
     """A block that is hit now and then stays."""
     tier = opened(tmp_path)
@@ -144,26 +115,6 @@ def test_the_order_of_eviction_survives_a_restart(tmp_path):
         load(tier, blocks(0))
     assert tier.probe(blocks(0)) == 4
     assert tier.probe(blocks(1)) < 4
-
-
-def test_a_prefix_outlives_what_follows_it(tier):
-    """Of one run, the tail is evicted before the head, so that what is left can be reached."""
-    ids = blocks(0, count=16)
-    store(tier, ids)
-    seed = 0
-    while True:
-        seed += 1
-        gone = set(store(tier, blocks(seed)))
-        held = [block.key not in gone for block in ids]
-        if gone & {block.key for block in ids}:
-            break
-    assert held == sorted(held, reverse=True)
-    assert tier.probe(ids) == sum(held)
-
-
-def test_a_folder_without_a_tier_says_so(tmp_path):
-    with pytest.raises(ConfigurationError, match="there is no disk cache in"), open_view(tmp_path):
-        pass
 
 
 def test_records_lie_side_by_side_and_are_read_by_offset(tier):

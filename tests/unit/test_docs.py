@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from cachesvc.cli import COMMANDS
-from cachesvc.config.settings import known_settings
 from cachesvc.observability.table import METRICS
 from tests.reference import pages
 
@@ -26,14 +24,6 @@ DOCUMENTS = (
 def test_a_reference_page_is_what_the_code_says(name):
     written = (ROOT / "docs" / name).read_text(encoding="utf-8")
     assert pages()[name] == written, "run `make docs`"
-
-
-def test_every_setting_metric_and_command_is_documented():
-    texts = pages()
-    assert [] == [name for name in known_settings() if f"`{name}`" not in texts["settings.md"]]
-    assert [] == [name for name in METRICS if f"`{name}`" not in texts["metrics.md"]]
-    headings = texts["commands.md"]
-    assert [] == [name for name in COMMANDS if f"## cachesvc {name}" not in headings]
 
 
 def test_every_metric_of_ours_is_on_a_board():

@@ -26,13 +26,6 @@ def test_each_tenant_that_comes_finds_room() -> None:
     assert 100 == shares.used
 
 
-def test_tenants_that_come_together_get_the_same() -> None:
-    shares = Shares(100)
-    while any([shares.take("a"), shares.take("b")]):
-        pass
-    assert [43, 43] == [shares.held("a"), shares.held("b")]
-
-
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(-5, 9))))
 def test_what_is_held_sums_to_what_is_used(changes: list[tuple[str, int]]) -> None:
     shares = Shares(20)

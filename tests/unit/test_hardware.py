@@ -14,10 +14,6 @@ from tests.support.models import save_tiny_model
 GIB = 1 << 30
 
 
-def test_a_cpu_shares_its_memory_with_everybody():
-    assert spare_bytes("cpu") == CPU_CACHE_BYTES == GIB
-
-
 @pytest.mark.parametrize(
     ("free", "expected"),
     [(60 * GIB, 54 * GIB), (20 * GIB, 18 * GIB), (5 * GIB, 5 * GIB - hardware.STEP_BYTES)],

@@ -41,10 +41,6 @@ def test_fields_of_a_scope_cannot_run_into_each_other():
     assert 3 == len(set(alone))
 
 
-def test_token_bytes_are_little_endian_int32_whatever_they_came_in():
-    assert token_bytes([1, 258]) == b"\1\0\0\0\2\1\0\0" == token_bytes(array("i", [1, 258]))
-
-
 @given(tokens, st.integers(1, 7))
 def test_a_chain_has_the_keys_of_its_tokens_however_it_grew(ids, size):
     root = CacheScope(tenant=b"x").root()

@@ -24,10 +24,6 @@ ANYWHERE = "tcp://127.0.0.1:*"
 POLL_MS = 5000
 
 
-Publish = Callable[..., KvEventPublisher]
-Route = Callable[..., "Router"]
-
-
 class Router:
     """Keeps what each medium holds, as a router does: by the fields that vLLM documents."""
 

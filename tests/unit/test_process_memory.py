@@ -1,7 +1,5 @@
 """Warnings of caches that do not fit, and memory that threads freed: it goes back to the system."""
 
-import sys
-
 import pytest
 
 from cachesvc.config.errors import ConfigError
@@ -11,7 +9,6 @@ from cachesvc.server.compute import load, over
 from cachesvc.server.memory import SpareMemory, full_caches, warn_of_limit
 from engine import cgroups
 from engine.cgroups import memory_limit
-from tests.children import ran
 from tests.support.models import save_tiny_model
 from tiers.telemetry.events import EventStream
 
@@ -120,48 +117,6 @@ def test_caches_that_the_system_refuses_name_the_option(tmp_path, monkeypatch):
     monkeypatch.setattr("tiers.blocks.frames.LazyMemory", refuse)
     with pytest.raises(ConfigError, match=r"memory of this machine: lower --host-cache \(1 GiB\)"):
         over(loaded, settings)(lambda outputs: None, EventStream(), None)
-
-
-PROGRAM = """
-import ctypes, threading
-from cachesvc.server.memory import SpareMemory, anonymous_bytes
-
-libc = ctypes.CDLL(None)
-libc.malloc.restype = ctypes.c_void_p
-libc.malloc.argtypes, libc.free.argtypes = [ctypes.c_size_t], [ctypes.c_void_p]
-together = threading.Barrier(4)
-
-def work():
-    libc.free(libc.malloc(30 << 20))  # raises malloc's thresholds, as a buffer of torch does
-    together.wait()
-    blocks = [libc.malloc(1 << 20) for _ in range(40)]
-    for block in blocks:
-        ctypes.memset(block, 1, 1 << 20)
-    libc.malloc(1000)  # stays in use, at the end
-    for block in blocks:
-        libc.free(block)
-    together.wait()
-
-memory = SpareMemory()
-memory.give_back()
-before = anonymous_bytes()
-threads = [threading.Thread(target=work) for _ in range(4)]
-for thread in threads:
-    thread.start()
-for thread in threads:
-    thread.join()
-kept = anonymous_bytes() - before
-memory.give_back()
-print(kept >> 20, (anonymous_bytes() - before) >> 20)
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc")
-def test_what_four_threads_freed_goes_back_to_the_system() -> None:
-    kept, left = map(int, ran(PROGRAM).split())
-    if kept < 128:
-        pytest.skip("this malloc keeps less than is returned")
-    assert left < 16, f"{left} of {kept} MiB stay"
 
 
 def test_growth_is_counted_from_the_least_since_the_last_return() -> None:

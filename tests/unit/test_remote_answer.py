@@ -85,12 +85,6 @@ def test_the_lookup_has_a_run_for_each_tier_and_ends_with_what_was_computed():
     assert second.lookup is None
 
 
-@pytest.mark.parametrize("cached", [0, 16, 48, 63])
-def test_the_reasons_sum_to_the_miss(cached):
-    output = admitted(64, None, cached).output(0, 20, Told())
-    assert output.counts.miss == sum(output.miss_reasons.values())
-
-
 def test_until_the_engine_tells_all_counts_as_computed_and_no_reason_is_told():
     answer = RunningAnswer(request(64), SIZE, now_ns=1)
     answer.begin(None, now_ns=2)

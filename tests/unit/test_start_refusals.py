@@ -89,64 +89,73 @@ def test_an_option_without_a_value_shows_no_type(command):
     assert "--help" in shown and "bool" not in shown.lower()
 
 
-def refused(data_dir, *flags, **variables):
-    """What `serve` says as it ends, in a process of its own; torch has not been imported."""
-    words = ["serve", "--port", "0", "--data-dir", *map(str, (data_dir, *flags))]
-    code = (
-        "import sys\n"
-        "from cachesvc.cli import app\n"
-        f"try: app({words!r})\n"
-        "except SystemExit as left: print('torch' in sys.modules, left.code)\n"
-    )
-    ended = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=110,
-        env=os.environ | variables,
-    )
-    assert "False 1" == ended.stdout.strip(), ended.stderr
-    return ended.stderr
+CHILD = """
+import json, os, sys
+from cachesvc.cli import app
+for words, variables in json.load(sys.stdin):
+    os.environ.update(variables)
+    sys.stderr.flush()
+    os.ftruncate(2, 0)
+    os.lseek(2, 0, 0)
+    try: app(words)
+    except SystemExit as left: code = left.code
+    for name in variables: del os.environ[name]
+    sys.stderr.flush()
+    told = os.pread(2, 1 << 20, 0).decode()
+    print(json.dumps([told, code, "torch" in sys.modules]), flush=True)
+"""
+
+
+def refusals(folder, *asked):
+    """What `serve` says as it ends, each time in one process where torch is never imported."""
+    words = [["serve", "--port", "0", *map(str, flags)] for flags, _ in asked]
+    given = json.dumps([[each, names] for each, (_, names) in zip(words, asked, strict=True)])
+    command, pipe = [sys.executable, "-c", CHILD], subprocess.PIPE
+    with (folder / "stderr").open("w+") as told:
+        ended = subprocess.run(
+            command, input=given, stdout=pipe, stderr=told, text=True, timeout=110
+        )
+    lines = [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("[")]
+    assert [(1, False)] * len(asked) == [(code, torch) for _, code, torch in lines], ended
+    return [heard for heard, _, _ in lines]
+
+
+def refused(data_dir, *flags):
+    return refusals(data_dir, (("--data-dir", data_dir, *flags), {}))[0]
 
 
 FTP, NOWHERE = "ftp://127.0.0.1/blocks", "redis://127.0.0.1:1"
 
 
-@pytest.mark.parametrize(
-    ("flags", "variables", "says"),
-    [
-        ("--model no-such-model", {}, "no model 'no-such-model'"),
-        ("--model HERE/nothing", {}, "it is not an alias"),
-        ("--model HERE", {}, "holds no config.json and no GGUF file"),
-        (f"--model {__file__}", {}, "is neither a folder nor a .gguf file"),
-        ("--adapter sql=HERE/nothing", {}, "adapter sql: there is no folder"),
-        ("", {"REMOTE_URL": FTP}, "no remote tier uses 'ftp'"),
-        ("--disk-cache 0", {"REMOTE_URL": NOWHERE}, "cache.remote_url needs the disk tier"),
-        ("", {"REMOTE_URL": NOWHERE, "REMOTE_KEY_FILE": "/no/key"}, "key file /no/key cannot be"),
-        ("--host-cache 4TiB", {}, "--host-cache is 4 TiB, and this machine has"),
-        ("--device cpu --device-cache 4TiB", {}, "--device-cache is 4 TiB, and this machine has"),
-        pytest.param(
-            "--engine vllm",
-            {},
-            "--engine vllm needs vLLM in this environment",
-            marks=pytest.mark.skipif(
-                importlib.util.find_spec("vllm") is not None, reason="is here"
-            ),
-        ),
-        pytest.param(
-            "--device cuda",
-            {},
-            "no CUDA device can be used; run with --device cpu",
-            marks=pytest.mark.skipif(driver._has_driver(), reason="a driver is here"),
-        ),
-    ],
-)
-def test_what_cannot_be_served_is_refused_before_torch_is_imported(
-    tmp_path, flags, variables, says
-):
-    words = flags.replace("HERE", str(tmp_path)).split()
-    given = {f"CACHESVC_CACHE__{name}": value for name, value in variables.items()}
-    assert says in refused(tmp_path / "data", *words, **given)
+UNSERVED = [  # flags, variables, and what is said
+    ("--model no-such-model", {}, "no model 'no-such-model'"),
+    ("--model HERE/nothing", {}, "it is not an alias"),
+    ("--model HERE", {}, "holds no config.json and no GGUF file"),
+    (f"--model {__file__}", {}, "is neither a folder nor a .gguf file"),
+    ("--adapter sql=HERE/nothing", {}, "adapter sql: there is no folder"),
+    ("", {"REMOTE_URL": FTP}, "no remote tier uses 'ftp'"),
+    ("--disk-cache 0", {"REMOTE_URL": NOWHERE}, "cache.remote_url needs the disk tier"),
+    ("", {"REMOTE_URL": NOWHERE, "REMOTE_KEY_FILE": "/no/key"}, "key file /no/key cannot be"),
+    ("--host-cache 4TiB", {}, "--host-cache is 4 TiB, and this machine has"),
+    ("--device cpu --device-cache 4TiB", {}, "--device-cache is 4 TiB, and this machine has"),
+]
+if importlib.util.find_spec("vllm") is None:
+    UNSERVED.append(("--engine vllm", {}, "--engine vllm needs vLLM in this environment"))
+if not driver._has_driver():
+    UNSERVED.append(("--device cuda", {}, "no CUDA device can be used; run with --device cpu"))
+
+
+def test_what_cannot_be_served_is_refused_before_torch_is_imported(tmp_path):
+    asked = []
+    for number, (flags, variables, _) in enumerate(UNSERVED):
+        words = (
+            "--data-dir",
+            tmp_path / str(number),
+            *flags.replace("HERE", str(tmp_path)).split(),
+        )
+        asked.append((words, {f"CACHESVC_CACHE__{name}": each for name, each in variables.items()}))
+    found = zip(UNSERVED, refusals(tmp_path, *asked), strict=True)
+    assert [] == [(case, heard) for case, heard in found if case[-1] not in heard]
 
 
 def test_a_port_or_a_data_directory_in_use_is_refused_before_torch_is_imported(tmp_path):

@@ -102,37 +102,6 @@ def test_a_busy_process_is_seen_and_this_one_is_not():
     assert used(2 * CORES) > 0.3 * CORES
 
 
-SLEEPS = """
-import resource, threading
-from engine.execution.waiting import Waiting
-import torch
-def work():
-    torch.set_num_threads(2)
-    rows = torch.zeros(1 << 17)
-    def slept():
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw
-        for _ in range(500):
-            rows.mul_(1.0)
-            sum(range(9000))  # longer than a polite thread looks
-        return resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw - before
-    waiting = Waiting()
-    slept()
-    spinning = slept()
-    waiting._sleep_soon(2)
-    print(spinning, slept())
-thread = threading.Thread(target=work)
-thread.start()
-thread.join()
-"""
-
-
-@pytest.mark.skipif(CORES != 2 or sys.platform != "linux", reason="libgomp, two cores")
-def test_a_second_team_lets_libgomps_threads_sleep():
-    environ = {**os.environ, "GOMP_SPINCOUNT": "100000000", "OMP_NUM_THREADS": "2"}
-    spinning, polite = map(int, ran(SLEEPS, env=environ).split())
-    assert polite > 400 > 4 * spinning
-
-
 def test_what_the_user_has_set_stays():
     environ = {"OMP_WAIT_POLICY": "active", "OMP_NUM_THREADS": "3"}
     configure(environ)

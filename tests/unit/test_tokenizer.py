@@ -3,8 +3,6 @@
 import ctypes
 import random
 import string
-import threading
-import time
 from itertools import pairwise
 from typing import Any
 
@@ -276,25 +274,6 @@ def test_what_a_sentencepiece_file_says_of_its_beginning_is_done():
     assert [number("abc")] == build_tokenizer(bare).encode("abc").ids
     chat = build_tokenizer(sentencepiece_fields()).encode("<s>ab</s>", add_special_tokens=False)
     assert [1, number("▁ab"), 2] == chat.ids
-
-
-def test_other_threads_run_while_a_long_text_is_encoded():
-    """Holding the interpreter's lock, they stood still for nearly all of it."""
-    seen, done = [time.monotonic()], threading.Event()
-
-    def look() -> None:
-        while not done.wait(0.001):
-            seen.append(time.monotonic())
-
-    other = threading.Thread(target=look)
-    other.start()
-    began = time.monotonic()
-    TOKENIZER.encode("a stranger's long text, " * 40_000)
-    took = time.monotonic() - began
-    done.set()
-    other.join()
-    seen.append(time.monotonic())
-    assert max(after - before for before, after in pairwise(seen)) < 0.7 * took
 
 
 def test_a_sentencepiece_tokenizer_comes_back_from_its_folder_with_one_beginning(tmp_path):

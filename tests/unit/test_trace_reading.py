@@ -50,15 +50,3 @@ def test_a_file_that_is_no_trace_is_refused_with_its_line(tmp_path, name, data, 
     with pytest.raises(TraceError, match=message) as refused:
         read_trace(path)
     assert name in str(refused.value)
-
-
-def test_a_wrong_block_size_is_noticed(tmp_path):
-    path = tmp_path / "t.jsonl"
-    path.write_bytes(TEXT)
-    with pytest.raises(TraceError, match="give the trace's own block size"):
-        read_trace(path, block_tokens=1024)
-
-
-def test_a_missing_file_is_said(tmp_path):
-    with pytest.raises(TraceError, match=r"cannot read the trace .*none\.jsonl"):
-        read_trace(tmp_path / "none.jsonl")
