@@ -67,6 +67,19 @@ def test_waiting_requests_do_not_delay_computing_ones():
     assert alone == beside_waiters
 
 
+def test_a_preempted_sequence_is_next():
+    world = World(device_blocks=100, max_running=1, step_tokens=8)
+    for number in range(3):
+        world.submit(f"r{number}", [number] * 40, max_tokens=1)
+    world.step()
+    world.step()
+    (first,) = running(world)
+    scheduler = world.engine._scheduler
+    scheduler._preempt(first)
+    assert first is scheduler.waiting.candidates(1, lambda s: 40 - s.start)[0]
+    world.check()
+
+
 def test_a_preempted_request_is_loaded_from_below_and_not_recomputed():
     """Only rows of a block that was not full are lost with the slot, at each preemption."""
     world = World(device_blocks=12, host_blocks=200)
