@@ -7,21 +7,23 @@ import errno
 import ipaddress
 import logging
 import os
+import shutil
 import socket
 import tempfile
 from pathlib import Path
 
 from api.format import size
 from cachesvc.config.errors import ConfigError
-from cachesvc.config.places import NETWORK_FILE_SYSTEMS, disk_path, file_system
+from cachesvc.config.places import NETWORK_FILE_SYSTEMS, disk_path, file_system, states_path
 from cachesvc.config.sections import CacheSection, ServerSection
 from cachesvc.server.memory import total_bytes
 from tiers.disk.directory import is_locked, read_holder
-from tiers.errors import DirectoryLocked
+from tiers.errors import DirectoryLocked, TierError
 
 logger = logging.getLogger(__name__)
 
 ROOM_BYTES = 1 << 20  # that must be free at a start
+LEAST_FREE_BYTES = 64 << 20  # below which blocks leave first: the ledger's log takes half
 BACKLOG = 2048  # connections waiting to be accepted; uvicorn's default
 
 
@@ -52,11 +54,33 @@ def make_data_dir(path: Path) -> None:
             f"{path} is served by {read_holder(disk_path(path))}; stop that server or choose "
             f"another --data-dir"
         )
+    _give_cache_back(path)
     _check_room(path)
     if (kind := file_system(path)) in NETWORK_FILE_SYSTEMS:
         logger.warning(
             f"{path} is on {kind}: a command on another machine would damage the ledger and the "
             f"disk cache, which are mapped and locked on this one; use a local disk"
+        )
+
+
+def _give_cache_back(path: Path) -> None:
+    """Where the ledger might find no room, blocks leave, because they can be computed again."""
+    free = shutil.disk_usage(path).free
+    if free >= LEAST_FREE_BYTES:
+        return
+    from tiers.disk.inspection.opening import shrink_folder  # lmdb, for a rare case
+    from tiers.disk.storage import StorageError
+
+    folders = [disk_path(path), states_path(path)]
+    try:
+        returned = sum(shrink_folder(folder) for folder in folders if folder.exists())
+    except (*StorageError, TierError) as error:
+        logger.error(f"the disk cache in {path} gave no room back: {error}")
+        return
+    if returned > 0:
+        logger.warning(
+            f"{path} had {size(free)} free, so its disk cache gave {size(returned)} back to the "
+            f"file system, where {size(shutil.disk_usage(path).free)} are free now"
         )
 
 
@@ -69,9 +93,9 @@ def _check_room(path: Path) -> None:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise ConfigError(f"cannot write {path}: {error.strerror}") from None
         raise ConfigError(
-            f"the disk of {path} is full: there is no room for {ROOM_BYTES >> 20} MiB, and every "
-            "request writes to the ledger; free some space, choose another --data-dir, or remove "
-            f"{disk_path(path)}: its blocks are computed again"
+            f"the disk of {path} is full, and its disk cache has nothing more to give: there is no "
+            f"room for {ROOM_BYTES >> 20} MiB, and every request writes to the ledger; free some "
+            "space, or choose another --data-dir"
         ) from None
 
 

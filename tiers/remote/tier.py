@@ -104,10 +104,8 @@ class RemoteTier:
         held = next((at for at, there in enumerate(found) if not there), len(found))
         num_tokens, nbytes = held * self._block_tokens, held * self._block_bytes
         readers = min(num_readers, -(-held // BLOCKS_PER_LOAD))
-        if held and not self.economy.worth(num_tokens, nbytes, readers):
-            self._fault(MissReason.SLOWER_THAN_COMPUTE, 0)
-            return 0
-        return held
+        worth = not held or self.economy.worth(num_tokens, nbytes, readers)
+        return held if worth else 0
 
     def exist(self, ids: Sequence[BlockId]) -> list[bool]:
         """Whether the store has each of these, or a part of it. False without an answer."""

@@ -5,22 +5,24 @@ Used by the command line. A server opens its own with `tiers.disk.open`.
 
 import logging
 import math
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from tiers.disk.counts import DiskCounts
 from tiers.disk.directory import FORMAT, DirectoryLock, Meta, group_folders, read_meta, shard_path
 from tiers.disk.guard import DiskGuard
 from tiers.disk.pin_file import pinned_keys
 from tiers.disk.recovery.check import TooLong, check_shard, last_transaction
-from tiers.disk.room import limit_shards
+from tiers.disk.room import DiskRoom, limit_shards
 from tiers.disk.shard import Shard, ShardDamaged
 from tiers.disk.slot import Opening, ShardSlot
 from tiers.disk.storage import Storage, StorageError
-from tiers.errors import ConfigurationError, DirectoryLocked
+from tiers.errors import ConfigurationError, DirectoryLocked, MissReason
 
 logger = logging.getLogger(__name__)
 
@@ -61,22 +63,46 @@ def repair_folder(path: Path) -> list[str]:
 
 
 def _repair(path: Path) -> list[str]:
-    """Checks each shard of a folder to the end, and mends it."""
     done: list[str] = []
-    meta = _meta(path)
-    with suppress(DirectoryLocked), ExitStack() as opened:
+    with (
+        suppress(DirectoryLocked),
+        _mended(path, _meta(path), lambda count, what: done.append(f"{what} ({count} blocks)")),
+    ):
+        pass
+    return done
+
+
+def shrink_folder(path: Path) -> int:
+    """Gives up what leaves too little of the file system to others, before anything is written
+    there. Returns the bytes given back; 0 if there is no disk tier, or a server holds it."""
+    meta = read_meta(path)
+    if meta is None:
+        return 0
+    counts = DiskCounts(meta.num_shards, Counter())
+    lost = partial(counts.fault, MissReason.TORN)
+    with suppress(DirectoryLocked), _mended(path, meta, lost) as slots:
+        before = sum(slot.file_bytes() for slot in slots)
+        room = DiskRoom(path, slots, counts, meta.setting_bytes, meta.reserve_bytes, Storage())
+        room.fit(failed=True)
+        return before - sum(slot.file_bytes() for slot in slots)
+    return 0
+
+
+@contextmanager
+def _mended(
+    path: Path, meta: Meta, on_loss: Callable[[int, str], None]
+) -> Iterator[list[ShardSlot]]:
+    """The shards of a folder, each checked to the end and mended. Raises DirectoryLocked."""
+    with ExitStack() as opened:
         opened.callback(DirectoryLock(path).release)
+        slots: list[ShardSlot] = []
         for number in range(meta.num_shards):
             folder = shard_path(path, number)
-            opening = Opening(
-                Storage(),
-                meta.map_bytes,
-                partial(_open_shard, folder, meta.map_bytes),
-                lambda count, what: done.append(f"{what} ({count} blocks)"),
-                check_s=math.inf,
-            )
-            opened.callback(ShardSlot(folder, opening).close)
-    return done
+            shard = partial(_open_shard, folder, meta.map_bytes)
+            opening = Opening(Storage(), meta.map_bytes, shard, on_loss, check_s=math.inf)
+            slots.append(ShardSlot(folder, opening))
+            opened.callback(slots[-1].close)
+        yield slots
 
 
 def _meta(path: Path) -> Meta:
