@@ -245,7 +245,8 @@ class CachesvcStorage(hicache.HiCacheStorage):  # type: ignore[misc]
         served = get_server_args()
         told = [getattr(served, name, None) for name in _ARGUMENTS]
         device = f"{get_device_name()} {platform.machine()}"
-        facts = (f"sglang {version('sglang')}", device, pool.described(), repr((told, self._ranks)))
+        ranks = repr((told, self._config.tp_size, self._ranks))  # sums of more ranks differ in bits
+        facts = (f"sglang {version('sglang')}", device, pool.described(), ranks)
         try:
             weights = weights_digest(served.model_path, served.revision)
         except UnsupportedKv as error:

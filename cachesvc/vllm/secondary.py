@@ -278,14 +278,13 @@ class CachesvcTier(SecondaryTierManager):  # type: ignore[misc]
 def scope_of(config: Any, layout: BlockLayout, extra: str) -> CacheScope:
     """All that a chunk's bytes depend on beside its key, as far as vLLM tells it here."""
     parallel = config.parallel
-    ranks = () if config.replicated_layout else (parallel.tp_size, parallel.pp_size)
     facts = (
         f"vllm {vllm.__version__}",
         f"device {device_name()}",
         *(repr(group) for group in config.groups),
         repr((config.model.dtype, config.cache, config.worker_kv_bytes_per_block)),
-        repr((*ranks, parallel.pcp_size, parallel.dcp_size, config.replicated_layout)),
-        repr((config.canonical_layout, config.kv_cache_layout)),
+        repr((parallel.tp_size, parallel.pp_size, parallel.pcp_size, parallel.dcp_size)),
+        repr((config.canonical_layout, config.kv_cache_layout, config.replicated_layout)),
     )
     try:
         weights = weights_digest(config.model.name, None)

@@ -253,6 +253,9 @@ def test_latents_are_stored_by_one_rank_and_read_by_all(sglang, opened, tmp_path
     assert ["dp0-pp0-cp0"] == [each.name for each in (tmp_path / "kv").iterdir()]
     reads.clear()
     assert COUNT == writes.batch_exists(keys())
+    writes.close()
+    more = opened({name: first}, latents=True, rank=0, ranks=4)
+    assert 0 == more.batch_exists(keys()), "sums of more ranks differ in bits"
 
 
 def test_ranks_that_split_heads_have_pages_of_their_own(opened, kv, tmp_path):

@@ -38,7 +38,7 @@ HOST_CHUNKS = 64
 PATIENCE_S = 60
 
 
-def config(model: str, tier: dict[str, Any], dtype: str) -> OffloadingConfig:
+def config(model: str, tier: dict[str, Any], dtype: str, tp_size: int) -> OffloadingConfig:
     extra = {"cpu_bytes_to_use": HOST_CHUNKS * CHUNK_BYTES, "secondary_tiers": [tier]}
     return OffloadingConfig(
         groups=(OffloadingGroupConfig(16, ("layer",), 0),),
@@ -48,7 +48,7 @@ def config(model: str, tier: dict[str, Any], dtype: str) -> OffloadingConfig:
         engine_id=f"test-{os.getpid()}-{time.monotonic_ns()}",
         model=OffloadingModelConfig(model, dtype),
         cache=OffloadingCacheConfig(16, 1),
-        parallel=OffloadingParallelConfig(0, 1, 1, 1, 1, 1, 0, 1, None, True),
+        parallel=OffloadingParallelConfig(0, 1, tp_size, 1, 1, 1, 0, 1, None, True),
     )
 
 
@@ -65,8 +65,10 @@ def chunk_of(number: int) -> Any:
 class Offload:
     """One `TieringOffloadingManager`, stepped by hand as vLLM's scheduler does."""
 
-    def __init__(self, model: str, tier: dict[str, Any], dtype: str = "bfloat16") -> None:
-        self.manager = TieringOffloadingSpec(config(model, tier, dtype)).get_manager()
+    def __init__(
+        self, model: str, tier: dict[str, Any], dtype: str = "bfloat16", tp_size: int = 1
+    ) -> None:
+        self.manager = TieringOffloadingSpec(config(model, tier, dtype, tp_size)).get_manager()
         view = self.manager.primary_tier.get_kv_memoryview()
         self.rows = np.asarray(view).view(np.uint8)
         self.num_requests = 0

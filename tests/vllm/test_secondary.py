@@ -39,8 +39,8 @@ def opened(vllm, weights, tier):
 
     def opened(**more):
         folder = str(more.pop("model", weights))
-        dtype = more.pop("dtype", "bfloat16")
-        told = vllm("open", model=folder, tier=tier | more, dtype=dtype)
+        engine = {name: more.pop(name) for name in ("dtype", "tp_size") if name in more}
+        told = vllm("open", model=folder, tier=tier | more, **engine)
         assert {} == told, told
         return vllm
 
@@ -63,15 +63,16 @@ def test_what_vllm_stores_comes_back_from_disk_after_a_restart(opened):
     engine("close")
 
 
-@pytest.mark.parametrize("what", ["files", "dtype", "scope"])
-def test_blocks_of_another_model_dtype_or_scope_are_not_found(opened, tmp_path, what):
+@pytest.mark.parametrize("what", ["files", "dtype", "ranks", "scope"])
+def test_blocks_of_another_model_dtype_ranks_or_scope_are_not_found(opened, tmp_path, what):
     engine = opened()
     engine("store", first=0, count=4)
     engine("close")
     other = tmp_path / "other"
     other.mkdir()
     (other / "config.json").write_text('{"rope_theta": 1}')
-    more = {"files": {"model": other}, "dtype": {"dtype": "float16"}, "scope": {"scope": "long"}}
+    more = {"files": {"model": other}, "dtype": {"dtype": "float16"}}
+    more |= {"ranks": {"tp_size": 2}, "scope": {"scope": "long"}}
     engine = opened(**more[what])
     assert [] == engine("load", first=0, count=4)["hits"]
     engine("close")
