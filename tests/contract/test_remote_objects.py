@@ -11,6 +11,7 @@ import pytest
 
 from tests.patience import until
 from tests.redis_server import redis_cluster, redis_server
+from tests.support.disks import publish_all
 from tests.support.faulty_storage import SCOPE, chain, fetched, put, take
 from tiers.blocks.frames import FrameArena
 from tiers.blocks.layout import BlockLayout
@@ -152,7 +153,7 @@ def test_two_servers_share_a_prefix(url, tmp_path):
     """What one wrote, the other is served, byte for byte; a purge by one takes it from both."""
     one, two = stacked(tmp_path / "one", url), stacked(tmp_path / "two", url)
     store(one, 1)
-    assert one.remote.drain(20)
+    publish_all(one.remote)
     assert two.probe(blocks(1)) == 8
     assert load(two, 1) == Loaded(8, None, (TierName.REMOTE,) * 8)
     assert two.count([SCOPE.root()]) == 8
@@ -181,7 +182,7 @@ def test_a_node_of_a_cluster_killed_under_load_costs_hits_only(tmp_path):
         one = stacked(tmp_path / "one", url, 0.5)
         for seed in range(8):
             store(one, seed)
-        assert one.remote.drain(20)
+        publish_all(one.remote)
         two = stacked(tmp_path / "two", url, 0.5)
         assert load(two, 0).num_blocks == 8
         nodes[2].kill()

@@ -3,12 +3,14 @@ and loaded there; and the order in which a shard evicts."""
 
 from collections.abc import Sequence
 
+from tests.patience import until
 from tests.support.faulty_storage import LAYOUT, SCOPE, chain, fetched, put, take
 from tiers.blocks.frames import FrameArena
 from tiers.blocks.keys import BlockId, CacheScope, PrefixKey
 from tiers.disk.format.rows import unpack_order
 from tiers.disk.shard import Shard
 from tiers.disk.tier import DiskTier
+from tiers.remote.tier import RemoteTier
 from tiers.tier import Loaded, Tier
 
 CAPACITY = 2 << 20
@@ -52,3 +54,8 @@ def oldest_first(shard: Shard) -> list[PrefixKey]:
     """The keys of its records, the next to be evicted first."""
     with shard._reading() as snapshot:
         return [unpack_order(data)[0] for _, data in snapshot.rows("order")]
+
+
+def publish_all(remote: RemoteTier) -> None:
+    """Wait until what is queued for the store was sent."""
+    until(lambda: not remote._waiting.unfinished_tasks)

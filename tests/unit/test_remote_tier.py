@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from tests.sim import world as sim
-from tests.support.disks import CAPACITY, FRAMES, blocks, load
+from tests.support.disks import CAPACITY, FRAMES, blocks, load, publish_all
 from tests.support.faulty_storage import LAYOUT, SCOPE, chain, fill, put
 from tests.support.memory_tier import MemoryTier
 from tiers.blocks.keys import CacheScope
@@ -97,7 +97,7 @@ def server(tmp_path, objects):
 
 def store(tier, ids):
     assert put(tier, ids, FRAMES) == []
-    assert tier.remote.drain(10)
+    publish_all(tier.remote)
 
 
 def test_a_prefix_may_lie_in_parts_on_disk_and_remotely(server, objects):
@@ -117,17 +117,17 @@ def test_only_what_is_reused_or_pinned_is_sent_and_once_it_is_on_disk(server, ob
     names = [object_name(block.scope, block.key) for block in ids]
     for _ in range(2):
         tier.used([ids[0].key])  # hit above
-    assert tier.remote.drain(10)
+    publish_all(tier.remote)
     assert not objects.held
     store(tier, ids)
     assert names[:1] == [*objects.held]
     tier.keep([ids[3].key])
-    assert tier.remote.drain(10)
+    publish_all(tier.remote)
     assert [names[0], names[3]] == [*objects.held]
     load(tier, ids[1:3])
     assert 2 == len(objects.held)
     load(tier, ids[1:3])
-    assert tier.remote.drain(10)
+    publish_all(tier.remote)
     assert {*names} == {*objects.held}
 
 
@@ -224,7 +224,7 @@ def test_a_slow_publisher_holds_nobody_up_and_leaves_nothing_that_is_evicted(
     evicting.join(0.2)
     gate.set()
     evicting.join(20)
-    assert tier.remote.drain(10)
+    publish_all(tier.remote)
     assert (0 if evicts else 4) == len(objects.held)
 
 

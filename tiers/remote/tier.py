@@ -245,15 +245,6 @@ class RemoteTier:
             self._counts["written_bytes"] += len(sealed)
         return True
 
-    def drain(self, timeout_s: float) -> bool:
-        """Wait until all queued blocks are published. False if the time runs out."""
-        deadline = time.monotonic() + timeout_s
-        while self._waiting.unfinished_tasks:
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.005)
-        return True
-
     # Calls of operators. These raise RemoteError, since an operator must know whether a removal
     # failed.
 
