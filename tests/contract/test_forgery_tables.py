@@ -243,6 +243,11 @@ ENTRY_FORGERIES = {
         "UPDATE entries SET body = json_set(body, '$.admitted_ns', billed_ns) WHERE seq = 2",
         "UPDATE entries SET body = json_set(body, '$.billed_ns', billed_ns) WHERE seq = 2",
     ),
+    "bills a charge at another moment than its admission": (
+        "billed",
+        "UPDATE entries SET billed_ns = at_ns - 1 WHERE seq = 2",
+        "UPDATE entries SET body = json_set(body, '$.billed_ns', billed_ns) WHERE seq = 2",
+    ),
     "counts fewer minutes of a pin, with its price": (
         None,
         body(4, '"storage_token_minutes":1000', '"storage_token_minutes":10'),
