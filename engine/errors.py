@@ -74,10 +74,6 @@ class RemoteSilent(RemoteFault):
     """The engine at a URL said nothing for too long."""
 
 
-class ElsewhereError(EngineError):
-    """The blocks are in another process, which could not do what was asked."""
-
-
 class ModelError(EngineError):
     """A model that cannot be loaded, or whose attention cannot be paged. Raised at start-up."""
 

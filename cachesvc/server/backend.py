@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Never, Protocol, TypeAlias, TypeVar
 
 from api.served_model import Endpoint, EngineClient
-from engine.errors import ElsewhereError
 from engine.promise import Promise
 from engine.request import StepOutput
 from engine.stats import EngineStats
@@ -20,6 +19,7 @@ from engine.structure import Compiler
 from tiers.blocks.chain import Chain
 from tiers.blocks.keys import CacheScope, PrefixKey
 from tiers.blocks.layout import BlockLayout
+from tiers.errors import PurgeFailed
 from tiers.node.counters import NodeCounters
 from tiers.operations.below import done
 from tiers.operations.face import CacheOperations
@@ -125,7 +125,7 @@ class NoBlocks:
         return done(0)
 
     def purge(self, roots: Collection[PrefixKey]) -> Never:
-        raise ElsewhereError(
+        raise PurgeFailed(
             "only the engine keeps blocks, with no node below it: restart it, or this server if "
             "it is this server's vLLM"
         )

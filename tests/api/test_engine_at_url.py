@@ -99,7 +99,7 @@ BEFORE: dict[str, tuple[int, Script, tuple[int, str, str]]] = {
 }
 SENT = 1.0  # so that the client has the first tokens
 AFTER: dict[str, tuple[Script, str]] = {
-    "reset": ([*BEGUN, SENT, RESET], "engine_fault"),
+    "reset": ([*BEGUN, SENT, 0.2, RESET], "engine_fault"),
     "silent": ([*BEGUN, 5.0], "engine_timeout"),
     "an end without an end": ([*BEGUN, SENT], "engine_fault"),
     "an error": ([*BEGUN, SENT, event(ERROR), DONE], "engine_fault"),
@@ -160,12 +160,10 @@ async def test_before_the_first_token_the_client_gets_an_error_and_pays_nothing(
         assert service.core.engine.failure is None, "the next one may be served"
 
 
-async def test_an_engine_that_finds_fault_with_requests_serves_the_others(
-    engine, model, tmp_path, monkeypatch
-):
+async def test_an_engine_that_finds_fault_with_requests_serves_the_others(engine, at, monkeypatch):
     """A tenant's requests must not take it from all."""
     monkeypatch.setattr(breaker_module, "FAILURES", 1)
-    async with serving(tmp_path, model, engine_backend=engine.url) as (_, client):
+    async with at(engine) as (_, client):
         engine.status = 400
         assert 502 == (await client.post("/v1/completions", json=body())).status_code
         engine.status, engine.script = 200, ANSWER

@@ -54,7 +54,7 @@ UNREAD: dict[str, dict[str, set[str]]] = {
     },
     # The template decides what is rendered of earlier reasoning, and summaries are not made.
     "/v1/responses": {"reasoning": {"context", "generate_summary", "mode"}},
-    "/v1/messages": {},
+    "/v1/completions": {"stream_options": {"include_obfuscation"}},
 }
 # Objects of many kinds, whose own translations refuse the kinds that they do not know.
 OF_MANY_KINDS = {"content", "input", "tools", "tool_choice", "system"}

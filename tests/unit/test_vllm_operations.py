@@ -9,11 +9,11 @@ from cachesvc.server.vllm import node_operations as module
 from cachesvc.server.vllm.node_operations import NodeOperations
 from cachesvc.vllm.groups import KvGroup
 from cachesvc.vllm.identity import rank_roots, roots_of
-from engine.errors import ElsewhereError
 from tests.patience import until
 from tests.unit.test_node_socket import LAYOUT, ROOT, below, joined, prompt, serving, write
 from tiers.blocks.chain import Chain, KeyedPrefix
 from tiers.blocks.keys import block_ids, token_bytes
+from tiers.errors import PurgeFailed
 from tiers.node.client import NodeClient
 from tiers.node.messages import state_layout
 from tiers.policy.retention import PinError
@@ -81,7 +81,7 @@ def test_a_purge_that_vllm_does_not_follow_has_failed(engine, path, monkeypatch)
     monkeypatch.setattr(module, "FORGET_S", 0.0)
     with (
         closing(operations(path, Vllm())) as hands,
-        pytest.raises(ElsewhereError, match="did not empty its own cache"),
+        pytest.raises(PurgeFailed, match="did not empty its own cache"),
     ):
         hands.purge([ROOT]).result(120)
 

@@ -18,10 +18,10 @@ from cachesvc.server.vllm.node import TIMEOUT_S
 from cachesvc.server.vllm.node_pins import NodePins
 from cachesvc.server.vllm.node_prefixes import KvParts, KvPrefix, Nodes
 from cachesvc.vllm.groups import KvGroup
-from engine.errors import ElsewhereError, RemoteFault
+from engine.errors import RemoteFault
 from tiers.blocks.chain import Chain
 from tiers.blocks.keys import PrefixKey
-from tiers.errors import NodeError
+from tiers.errors import NodeError, PurgeFailed
 from tiers.node.client import NodeClient
 from tiers.node.counters import NodeCounters
 from tiers.operations.below import done
@@ -164,10 +164,10 @@ class NodeOperations(NodePins):
             if result.done():
                 logger.exception("the scopes of a purge were opened early")
             else:
-                result.set_exception(ElsewhereError(f"the purge has failed: {error}"))
+                result.set_exception(PurgeFailed(f"the purge has failed: {error}"))
 
     def _empty_device(self) -> None:
-        """Raises ElsewhereError if vLLM does not empty its own cache."""
+        """Raises PurgeFailed if vLLM does not empty its own cache."""
         give_up = time.monotonic() + FORGET_S
         while True:
             try:
@@ -177,7 +177,7 @@ class NodeOperations(NodePins):
             except RemoteFault as error:
                 why = str(error)
             if time.monotonic() > give_up:
-                raise ElsewhereError(f"vLLM did not empty its own cache: {why}; purge again")
+                raise PurgeFailed(f"vLLM did not empty its own cache: {why}; purge again")
             time.sleep(0.1)
 
     def _later(self, work: "Callable[[Nodes], T]") -> "Future[T]":
