@@ -87,11 +87,10 @@ def serve(
     over_vllm, at_url = settings.engine.backend == "vllm", bool(settings.engine.urls)
     make_data_dir(server.data_dir)
     check_device(settings.model.device)
-    if not at_url:
-        check_memory(settings.cache, on_gpu=settings.model.device != "cpu" and may_have_gpu())
     if over_vllm:
         check_installed()
     if not at_url:  # which has the weights
+        check_memory(settings.cache, on_gpu=settings.model.device != "cpu" and may_have_gpu())
         check(settings.model.name, settings.model.adapters)
         check_remote(settings.cache)
     with contextlib.closing(open_money(settings)) as money:
@@ -107,11 +106,13 @@ def serve(
                     if not (over_vllm or at_url):
                         lean.enter_context(without_training())
                         import cachesvc.server.compute  # noqa: F401  torch, seconds of it
-                    from cachesvc.server.engines import prepare_each
+                    from cachesvc.server import engines
                 with startup.during(f"loading {names}"):
                     # Not in a `with`: Ctrl-C would wait for the model, or for a compiler.
                     thread = ThreadPoolExecutor(1, thread_name_prefix="cachesvc-prepare")
-                    prepared = thread.submit(prepare_each, each, startup.progress)
+                    prepared = thread.submit(
+                        lambda: [engines.prepare(one, startup.progress) for one in each]
+                    )
                     with _importing():  # the rest, while that thread loads weights
                         from cachesvc.service import Service
                     makers = prepared.result()

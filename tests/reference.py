@@ -12,9 +12,9 @@ from typing import Any
 from typer.core import TyperGroup
 
 from api.errors import TABLE, UNEXPECTED
-from cachesvc.cli import COMMANDS, load
+from cachesvc.cli import COMMANDS
 from cachesvc.cli.config import shown
-from cachesvc.cli.lazy import LazyGroup
+from cachesvc.cli.lazy import LazyGroup, load
 from cachesvc.config.settings import Settings, env_name, known_settings
 from cachesvc.observability.table import METRICS
 from tests.support.protocols import PROTOCOLS
@@ -93,8 +93,8 @@ def _settings() -> str:
 def _commands() -> str:
     return "\n".join(
         f"## cachesvc {path}\n\n{help_text}\n\n{options}"
-        for name in COMMANDS
-        for path, help_text, options in _command(name, load(name))
+        for name, entry in COMMANDS.items()
+        for path, help_text, options in _command(name, load(name, entry))
     )
 
 

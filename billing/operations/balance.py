@@ -25,7 +25,7 @@ class Booking(StrEnum):
     CHARGEBACK = "chargeback"  # a payment reversed by the payer's bank
 
 
-_KINDS = {
+KINDS = {
     Booking.GRANT: Kind.GRANT,
     Booking.TOPUP: Kind.TOPUP,
     Booking.WITHDRAW: Kind.WITHDRAWAL,
@@ -65,7 +65,7 @@ def book_deposit(
     if expires and kind is not Booking.GRANT:
         raise InvalidSpan(f"a {kind} does not expire; only a grant does")
     ends_ns = end_of(expires, time.time_ns()) if expires else 0
-    booked = Deposit(tenant, _KINDS[kind], name, units, by, why, ends_ns)
+    booked = Deposit(tenant, KINDS[kind], name, units, by, why, ends_ns)
     books.ledger.post(booked).result()
     return tenant_document(books.accounts.tenant(tenant))
 

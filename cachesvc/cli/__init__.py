@@ -19,7 +19,7 @@ import typer
 import cachesvc
 from api.format import plain
 from cachesvc.cli.lazy import Command, LazyGroup, lazy_group
-from cachesvc.cli.lazy import load as load_entry
+from cachesvc.cli.removed import instead_of
 from cachesvc.cli.render import fail
 
 INTERRUPTED = 130
@@ -49,75 +49,6 @@ COMMANDS = {
     "ledger": Command("cachesvc.cli.money.ledger:app", "Prove, show and correct the ledger"),
 }
 
-
-def load(name: str) -> Any:
-    return load_entry(name, COMMANDS[name])
-
-
-REMOVED = {
-    "budgets": "`cachesvc tenants budget`",
-    "doctor": "`cachesvc serve` checks the machine first and names what to fix; where it runs, GET "
-    "/health/ready says why it does not serve",
-    "invoice": "the billing system that `cachesvc usage export` feeds issues invoices; "
-    "`cachesvc usage` has its statements",
-    "diff": "send both; `cachesvc explain ID` of the second names the token at which it diverges",
-    "monitor": "block events are published at `events.zmq`, in vLLM's format; see docs/events.md",
-    "latency": "`cachesvc top` and the dashboard show percentiles, GET /metrics has them",
-}
-
-# Options by command and name.
-_BOOK_IT = "a tenant has one currency: convert the payment, then book it in that"
-REMOVED_OPTIONS = {
-    "bench ttft --output": "redirect the output of --json",
-    "bench ttft --repeats": "each kind of hit is asked for five times; leave it out",
-    "bench ttft --model": "set CACHESVC_MODEL__NAME instead",
-    "bench ttft --device": "set CACHESVC_MODEL__DEVICE instead",
-    "bench ttft --kv-dtype": "set CACHESVC_MODEL__KV_DTYPE instead",
-    "bench ttft --block-size": "set CACHESVC_CACHE__BLOCK_SIZE instead",
-    "cache tree --live": "it asks the running server, which has every tier; leave it out",
-    "cache tree --children": "the server draws what fits; --depth and --tenant choose",
-    "cache purge --database-url": "the running server purges, and has its ledger; leave it out",
-    "cache purge --scope": "while no server runs, its data directory's disk folder may be removed",
-    **dict.fromkeys(
-        ("prices plan --out", "ledger correct --batch", "ledger correct --approve"),
-        "give requests back one by one: `cachesvc ledger correct TENANT REQUEST --amount N`",
-    ),
-    "prices show --diff": "compare the cards' TOML files",
-    "tenants budget --hard": "every budget refuses what would pass it; leave it out",
-    **dict.fromkeys(
-        ("tenants budget --ask", "tenants budget --most"),
-        "Prometheus asks for top-ups: see TopUpWanted in ops/prometheus/rules.yml",
-    ),
-    "balance grant --for": "give a grant that any request spends, with --expires",
-    "balance withdraw --currency": _BOOK_IT,
-    **{
-        f"balance topup --{name}": _BOOK_IT
-        for name in ("currency", "rate", "rate-date", "rate-source")
-    },
-    "usage export --format": "a URL gets CloudEvents, a file FOCUS rows; leave it out",
-    "replay --policy": "every tier evicts in LRU order; leave it out",
-    **dict.fromkeys(
-        ("replay --servers", "replay --shared"),
-        "replay each server's own trace, with a shared store as its last of --tiers",
-    ),
-    **dict.fromkeys(
-        ("replay --currency", "replay --hit-price", "replay --miss-price"),
-        "multiply the tokens of --json by your card's prices",
-    ),
-    "replay --token-bytes": "multiply `written_blocks` of --json by the bytes of a block",
-    "conform --offline": "start a server with small tiers, and give its URL: see docs/exactness.md",
-    "conform --cold": "the ways of cachesvc, vLLM, SGLang and llama-server are known; leave it out",
-    "conform --restart": "restart the server between two runs with one --seed",
-    "conform --adapter": "serve it, and ask it by its name: `cachesvc conform URL --model NAME`",
-    "conform --dtype": "set CACHESVC_MODEL__DTYPE instead",
-    "conform --engine": "set CACHESVC_ENGINE__BACKEND instead",
-    "conform --output": "redirect the output of --json",
-    **{
-        f"conform --{name}": "ask the server itself: `cachesvc conform URL`"
-        for name in ("check", "public-key", "data-dir")
-    },
-    "usage export --reconcile": "compare `cachesvc usage --by day` with the service's sums by day",
-}
 
 # Errors of a file: wrong owner, a folder in its place or the reverse, a read-only file system.
 _UNUSABLE = (errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.EROFS)
@@ -151,8 +82,7 @@ class Root(LazyGroup):
 def _explain_removed(error: Any) -> None:
     """Adds to the error of an unknown option, which typer does not export, what to use instead."""
     name, context = getattr(error, "option_name", None), getattr(error, "ctx", None)
-    path = context.command_path.partition(" ")[2] if name and context else ""
-    if instead := REMOVED_OPTIONS.get(f"{path} {name}"):
+    if name and context and (instead := instead_of(context, name)):
         error.message, error.possibilities = f"{name} was removed: {instead}", None
 
 
@@ -168,7 +98,6 @@ def _explain_removed_value(error: typer.BadParameter) -> None:
 
 app = lazy_group(
     COMMANDS,
-    removed=REMOVED,
     of=Root,
     name="cachesvc",
     pretty_exceptions_enable=False,

@@ -5,24 +5,12 @@ from typing import Annotated
 import typer
 
 from api.admin.login.sessions import Role
-from cachesvc.cli.lazy import without
+from cachesvc.cli.lazy import Group
 from cachesvc.cli.live_server import running_server
 from cachesvc.cli.options import DataDir
 from cachesvc.cli.render import AsJson, answer
 
-_REMOVED = {
-    "password": "one logs in with a key: `cachesvc keys create --tenant TENANT --name NAME "
-    "--scope admin`, or `--scope read` to look only",
-    "list": "`cachesvc keys list`",
-    "remove": "`cachesvc keys revoke KEY`",
-}
-
-app = typer.Typer(cls=without(_REMOVED), no_args_is_help=True, help="Log in to the dashboard")
-
-
-@app.callback()
-def admin() -> None:
-    pass
+app = typer.Typer(cls=Group, no_args_is_help=True, help="Log in to the dashboard")
 
 
 @app.command()

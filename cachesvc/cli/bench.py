@@ -20,11 +20,6 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, help="Measure time to first token from each tier")
 
 
-@app.callback()
-def _group() -> None:
-    pass
-
-
 @app.command()
 def ttft(
     sizes: Annotated[

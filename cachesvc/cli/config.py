@@ -4,7 +4,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from pydantic import BaseModel, SecretStr
+from pydantic import BaseModel
+from pydantic_core import to_jsonable_python
 
 from cachesvc.cli.render import AsJson, print_json, print_table
 from cachesvc.config.quantities import format_duration, format_size, parse_duration, parse_size
@@ -12,11 +13,6 @@ from cachesvc.config.settings import MODELS, env_name, parser_of
 from cachesvc.config.sources import Setting, load_settings, without_passwords
 
 app = typer.Typer(no_args_is_help=True, help="Show every setting, its value and its origin")
-
-
-@app.callback()
-def _group() -> None:
-    pass
 
 
 @app.command()
@@ -61,16 +57,10 @@ def shown(name: str, value: Any) -> str:
 
 
 def _as_json(row: Setting) -> dict[str, Any]:
-    value = without_passwords(row.value) if isinstance(row.value, str) else row.value
-    if row.name == MODELS:
-        value = [each.model_dump(mode="json") for each in row.value]  # masks their keys
-    if isinstance(value, BaseModel):
-        value = value.model_dump()
-    if isinstance(value, SecretStr):
-        value = shown(row.name, value)
+    value = to_jsonable_python(row.value)  # masks keys
     return {
         "name": row.name,
-        "value": value,
+        "value": without_passwords(value) if isinstance(value, str) else value,
         "origin": row.origin,
         "env": env_name(row.name),
         "help": row.help,

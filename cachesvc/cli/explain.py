@@ -11,14 +11,12 @@ from cachesvc.cli.live_server import running_server
 from cachesvc.cli.options import DataDir
 from cachesvc.cli.render import AsJson, fail, print_json
 
-Tenant = Annotated[str, typer.Option(help="Tenant of the request")]
-
 
 def explain(
     request: Annotated[
         str, typer.Argument(help="A request's id, from its answer; or a file with its body")
     ],
-    tenant: Tenant = "default",
+    tenant: Annotated[str, typer.Option(help="Tenant of the request")] = "default",
     data_dir: DataDir = None,
     json: AsJson = False,
 ) -> None:

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 import typer
 from typer.core import TyperGroup
-from typer.main import get_command
+from typer.main import get_command, get_group
 
+from cachesvc.cli.removed import instead_of
 from cachesvc.importing import importing
 
 _STYLE = re.compile(r"\[(?=[a-z#/@][^\[\]]*\])")
@@ -26,11 +27,9 @@ class Command(NamedTuple):
 class Group(TyperGroup):
     """A group that says for each removed command what to do instead."""
 
-    removed: Mapping[str, str] = {}
-
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if args and args[0] in self.removed:
-            ctx.fail(f"{ctx.command_path} {args[0]} was removed: {self.removed[args[0]]}")
+        if args and (instead := instead_of(ctx, args[0])):
+            ctx.fail(f"{ctx.command_path} {args[0]} was removed: {instead}")
         return super().resolve_command(ctx, args)
 
 
@@ -50,23 +49,11 @@ class LazyGroup(Group):
         return name, self.load(name) if name and name in self.entries else stub, rest
 
 
-def without(removed: Mapping[str, str]) -> type[Group]:
-    """A class for `typer.Typer(cls=...)` that says what to do instead of each removed command."""
-    return type("Without", (Group,), {"removed": removed})
-
-
 def lazy_group(
-    commands: Mapping[str, Command],
-    *,
-    removed: Mapping[str, str] | None = None,
-    of: type[LazyGroup] = LazyGroup,
-    **options: Any,
+    commands: Mapping[str, Command], *, of: type[LazyGroup] = LazyGroup, **options: Any
 ) -> typer.Typer:
-    """A group of `commands`; `options` are those of `typer.Typer`.
-
-    `removed` says for each removed command what to do instead.
-    """
-    kind = type("Lazy", (of,), {"entries": commands, "removed": removed or {}})
+    """A group of `commands`; `options` are those of `typer.Typer`."""
+    kind = type("Lazy", (of,), {"entries": commands})
     group = typer.Typer(cls=kind, no_args_is_help=True, **options)
     for name, entry in commands.items():
         group.command(name, help=entry.help)(_stub)
@@ -78,11 +65,9 @@ def load(name: str, entry: Command) -> Any:
     with importing():
         target = getattr(importlib.import_module(module), attribute)
     if isinstance(target, typer.Typer):
-        outer = typer.Typer(add_completion=False)
-        outer.add_typer(target, name=name)
-        group = get_command(outer)
-        assert isinstance(group, TyperGroup), group
-        return _literal(group.commands[name])
+        group = get_group(target)
+        group.name = name
+        return _literal(group)
     outer = typer.Typer(add_completion=False, rich_markup_mode="rich")
     settings = getattr(target, "context_settings", None)
     outer.command(name, context_settings=settings)(target)

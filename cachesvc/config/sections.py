@@ -1,7 +1,6 @@
 """The sections of the settings: what a user may choose, with meaning, bounds and default."""
 
 import re
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
@@ -364,11 +363,8 @@ class EventsSection(Section):
 
     zmq: str | ZmqTable = Field(
         "",
-        description=(
-            "Address that publishes block events, such as tcp://127.0.0.1:5557; or a table "
-            "with endpoint, replay_endpoint and topic; empty publishes "
-            "none"
-        ),
+        description="Address that publishes block events, such as tcp://127.0.0.1:5557; or a table "
+        "with endpoint, replay_endpoint and topic; empty publishes none",
     )
 
     @property
@@ -379,20 +375,12 @@ class EventsSection(Section):
         return ZmqTable(endpoint=self.zmq) if self.zmq else None
 
 
-class LogFormat(StrEnum):
-    """How log lines look. `auto` is `console` on a terminal, else `json`."""
-
-    AUTO = "auto"
-    CONSOLE = "console"
-    JSON = "json"
-
-
 class LogSection(Section):
     level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="Lowest level of log lines to write"
     )
-    format: LogFormat = Field(
-        LogFormat.AUTO, description="console, json, or auto: console on a terminal"
+    format: Literal["auto", "console", "json"] = Field(
+        "auto", description="console, json, or auto: console on a terminal"
     )
 
 

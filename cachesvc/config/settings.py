@@ -5,7 +5,6 @@ from itertools import chain
 from typing import Any, cast, get_args
 
 from pydantic import BeforeValidator, Field, field_validator
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from cachesvc.config import sections
 from cachesvc.config.places import ENV_PREFIX
@@ -16,10 +15,8 @@ MODELS = "models"  # the one setting without a section
 _MODEL_KEYS = ModelSection.model_fields.keys()
 
 
-class Settings(BaseSettings):
-    model_config = SettingsConfigDict(
-        frozen=True, extra="forbid", env_prefix=ENV_PREFIX, env_nested_delimiter=ENV_DELIMITER
-    )
+class Settings(Section):
+    """What a server runs with; `cachesvc.config.sources` loads it."""
 
     models: list[ModelTable] = Field(
         default_factory=list,
@@ -65,18 +62,6 @@ class Settings(BaseSettings):
                 "engine": self.engine.model_copy(update=asked),
             }
         )
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Uses only the values merged by `load_settings`, which tracks their origins."""
-        return (init_settings,)
 
 
 def main_of(each: Sequence[Settings]) -> int:

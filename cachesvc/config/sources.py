@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
-from pydantic_settings import EnvSettingsSource, SettingsError
+from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict, SettingsError
 
 from api.format import plain
 from cachesvc.config.errors import ConfigError, WrongOption
 from cachesvc.config.places import ENV_PREFIX
-from cachesvc.config.settings import MODELS, Settings, env_name, known_settings
+from cachesvc.config.settings import ENV_DELIMITER, MODELS, Settings, env_name, known_settings
 
 _OF_ONE = frozenset({"engine.backend", "engine.key", "engine.vllm"})
 FLAG = "flag"  # the origin of an option of the command line
@@ -166,26 +166,17 @@ def _file_layer(path: Path) -> _Layer:
         raise ConfigError(f"the config file {path} is not valid TOML: {error}") from None
     layer: _Layer = {}
     for section, table in tables.items():
-        if section == MODELS:
-            layer[MODELS] = (table, str(path))
-            continue
-        gone = section not in Settings.model_fields
-        if not gone and not isinstance(table, dict):
+        if isinstance(table, dict):
+            given = {f"{section}.{key}": value for key, value in table.items()}
+        elif section in Settings.model_fields and section != MODELS:
             raise ConfigError(
                 f"{section} in {path} is a section: write [{section}] above its settings"
             )
-        if gone and isinstance(table, dict):
-            for key in table:
-                _refuse_removed(f"{section}.{key}", str(path))
-        if gone:
-            of_sections = known_settings() if not isinstance(table, dict) else ()
-            known = {**dict.fromkeys(of_sections), **Settings.model_fields}
-            raise ConfigError(_unknown(section, str(path), known))
-        for key, value in table.items():
-            name = f"{section}.{key}"
+        else:
+            given = {section: table}
+        for name, value in given.items():
             if name not in known_settings():
-                _refuse_removed(name, str(path))
-                raise ConfigError(_unknown(name, str(path), known_settings()))
+                raise _unknown(name, str(path), known_settings())
             layer[name] = (value, str(path))
     return layer
 
@@ -193,18 +184,22 @@ def _file_layer(path: Path) -> _Layer:
 def check_environment() -> None:
     """Raises ConfigError for a variable that looks like a setting and is none."""
     names = {env_name(name): name for name in known_settings()}
+    removed = {env_name(name): name for name in REMOVED}
     for variable in os.environ:
+        if variable in removed:
+            raise _unknown(removed[variable], f"the environment ({variable})", names)
         if variable.startswith(ENV_PREFIX) and variable not in {*names, ENV_CONFIG}:
-            for name in REMOVED:
-                if variable == env_name(name):
-                    _refuse_removed(name, f"the environment ({variable})")
-            raise ConfigError(_unknown(variable, "the environment", names))
+            raise _unknown(variable, "the environment", names)
+
+
+class _Environment(Settings, BaseSettings):
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, env_nested_delimiter=ENV_DELIMITER)
 
 
 def _env_layer() -> _Layer:
     check_environment()
     try:
-        values = EnvSettingsSource(Settings)()
+        values = EnvSettingsSource(_Environment)()
     except SettingsError as error:
         raise ConfigError(f"{error}: write a setting with several values as JSON") from None
     listed = {MODELS: (values.pop(MODELS), f"env {env_name(MODELS)}")} if MODELS in values else {}
@@ -215,16 +210,14 @@ def _env_layer() -> _Layer:
     }
 
 
-def _refuse_removed(name: str, origin: str) -> None:
+def _unknown(name: str, origin: str, known: Mapping[str, Any]) -> ConfigError:
+    """Says what to use instead of a removed setting, and names the nearest to any other."""
     if name in REMOVED:
-        raise ConfigError(f"the setting {name} in {origin} was removed: {REMOVED[name]}")
-
-
-def _unknown(name: str, origin: str, known: Mapping[str, Any]) -> str:
+        return ConfigError(f"the setting {name} in {origin} was removed: {REMOVED[name]}")
     named = [each for each in known if each.rpartition(".")[2] == name]  # in a section
     near = named or difflib.get_close_matches(name, known, n=1, cutoff=0.4)
     hint = f"did you mean {near[0]}?" if near else "`cachesvc config show` lists them all"
-    return f"unknown setting {name} in {origin}; {hint}"
+    return ConfigError(f"unknown setting {name} in {origin}; {hint}")
 
 
 def _explain(error: ValidationError, origins: Mapping[str, str]) -> str:

@@ -17,8 +17,9 @@ Event loop only.
 
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from math import isnan
 from typing import Any
 
 import numpy as np
@@ -130,11 +131,10 @@ class History:
         ring = self._finest(window_s)
         picked = ring.pick(window_s, since_s)
         view = self._view(ring, picked)
-        values = {name: each for text in series for name, each in view.evaluate(text)}
         return {
             "step_s": ring.step * ring.stride(window_s),
             "times": [round(each, 1) for each in view.times.tolist()],
-            "series": {name: _json_numbers(each) for name, each in values.items()},
+            "series": view.series(series),
         }
 
     def over(self, series: Sequence[str], *, window_s: float) -> dict[str, float | None]:
@@ -143,11 +143,8 @@ class History:
         For `value:` it is the current value.
         """
         ring = self._finest(window_s)
-        view = self._view(ring, ring.ends(window_s))
-        found = {name: each for text in series for name, each in view.evaluate(text)}
-        return {
-            name: _json_numbers(each)[-1] if len(each) else None for name, each in found.items()
-        }
+        found = self._view(ring, ring.ends(window_s)).series(series)
+        return {name: each[-1] if each else None for name, each in found.items()}
 
     def _view(self, ring: _Ring, places: npt.NDArray[np.int64]) -> "_View":
         return _View(self._columns, ring.times[places], ring.values[places], ring.spreads[places])
@@ -181,7 +178,12 @@ class _View:
         self._times = times
         self.times = times[1:]
 
-    def evaluate(self, text: str) -> Iterator[tuple[str, Floats]]:
+    def series(self, texts: Iterable[str]) -> dict[str, list[float | None]]:
+        """The values of each by its name. Raises InvalidRequest."""
+        found = (named for text in texts for named in self._evaluate(text))
+        return {name: _json_numbers(each) for name, each in found}
+
+    def _evaluate(self, text: str) -> Iterator[tuple[str, Floats]]:
         parsed = _SERIES.fullmatch(text)
         if parsed is None:
             raise InvalidRequest(
@@ -242,11 +244,6 @@ class _View:
 
 
 def _json_numbers(values: Floats) -> list[float | None]:
-    """Values rounded to five digits, with None for NaN, as short JSON."""
-    magnitude = np.floor(np.log10(np.abs(values), where=np.abs(values) > 0, out=values * 0.0))
-    scale = 10.0 ** (DIGITS - 1 - magnitude)
-    rounded = np.round(values * scale) / scale
-    return [
-        None if each != each else int(each) if each == int(each) else each
-        for each in rounded.tolist()
-    ]
+    """Rounded values, with None for NaN, as short JSON."""
+    rounded = (float(f"{each:.{DIGITS}g}") for each in values.tolist())
+    return [None if isnan(each) else int(each) if each == int(each) else each for each in rounded]

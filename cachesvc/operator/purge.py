@@ -95,19 +95,19 @@ def together(first: Purged, rest: Sequence[Purged]) -> Purged:
     every = [first, *rest]
     return replace(
         first,
-        removed=_sum([each.removed for each in every]),
-        checkpoints=_sum([each.checkpoints for each in every]),
+        removed=total([each.removed for each in every]),
+        checkpoints=total([each.checkpoints for each in every]),
         pins=tuple(name for each in every for name in each.pins),
         num_left=sum(each.num_left for each in every),
     )
 
 
-def _sum(parts: Sequence[Mapping[TierName, Removed]]) -> Mapping[TierName, Removed]:
-    total: dict[TierName, Removed] = {}
-    for part in parts:
-        for tier, gone in part.items():
-            total[tier] = total.get(tier, Removed()).plus(gone)
-    return total
+def total(parts: Sequence[Mapping[TierName, Removed]]) -> Mapping[TierName, Removed]:
+    """What was removed in all, by tier."""
+    every: dict[TierName, Removed] = {}
+    for tier, gone in (each for part in parts for each in part.items()):
+        every[tier] = every.get(tier, Removed()).plus(gone)
+    return every
 
 
 def _tiers_of(data_dir: Path) -> list[Path]:

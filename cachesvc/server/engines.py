@@ -5,7 +5,7 @@ tokens at a URL. Called by the server on a thread of its own.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from cachesvc.config.settings import Settings
 from cachesvc.server.backend import Backend, Deliver, MakeBackend
@@ -38,13 +38,6 @@ def prepare(
         return build(started, on_outputs, progress)
 
     return started, make
-
-
-def prepare_each(
-    each: Sequence[Settings], progress: Callable[[str, float], None] | None = None
-) -> list[tuple[Settings, MakeBackend]]:
-    """The same for each of several models."""
-    return [prepare(one, progress) for one in each]
 
 
 def _at_urls(

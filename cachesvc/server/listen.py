@@ -118,9 +118,8 @@ def check_address(server: ServerSection, *, requires_keys: bool) -> None:
     if requires_keys or is_loopback(server.host):
         return
     raise ConfigError(
-        f"without API keys the server listens on loopback only, and {server.host} is not "
-        "loopback; create "
-        f"a key with `cachesvc keys create`, or add --require-keys, or use --host 127.0.0.1"
+        f"without API keys the server listens on loopback only, and {server.host} is not loopback; "
+        "create a key with `cachesvc keys create`, or add --require-keys, or use --host 127.0.0.1"
     )
 
 

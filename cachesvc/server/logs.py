@@ -13,7 +13,7 @@ import structlog
 from rich.console import Console
 from structlog.typing import EventDict, Processor, WrappedLogger
 
-from cachesvc.config.sections import LogFormat, LogSection
+from cachesvc.config.sections import LogSection
 
 KEY_PATTERN = re.compile(r"\b(sk-[A-Za-z0-9]{2,8})[A-Za-z0-9_-]{8,}")
 QUIET = ("uvicorn", "httpx", "httpcore", "transformers", "urllib3", "filelock")
@@ -22,9 +22,7 @@ QUIET = ("uvicorn", "httpx", "httpcore", "transformers", "urllib3", "filelock")
 def configure(settings: LogSection, stream: TextIO | None = None) -> None:
     """Send every logger's lines to `stream` (standard error) in the chosen form."""
     out = stream or sys.stderr
-    as_json = settings.format is LogFormat.JSON or (
-        settings.format is LogFormat.AUTO and not out.isatty()
-    )
+    as_json = settings.format == "json" or (settings.format == "auto" and not out.isatty())
     shared: list[Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_log_level,

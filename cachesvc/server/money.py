@@ -5,7 +5,6 @@ and `audit` read the store and are called off the event loop.
 """
 
 import logging
-import re
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -42,12 +41,12 @@ from billing.usage import HIT_CLASSES
 from cachesvc.config.errors import ConfigError
 from cachesvc.config.sections import LimitsSection, QuotaTable
 from cachesvc.config.settings import Settings
+from cachesvc.config.sources import without_passwords
 from cachesvc.observability.snapshot import MoneyStats, TenantMoney
 from cachesvc.operator.secret import read_secret
 
 logger = logging.getLogger(__name__)
 
-PASSWORD = re.compile(r"://[^/\s]*@")  # with the user name, in a URL to print
 LEASE_S = 120  # of a hold: twice the longest silence of a live request with a stalled client
 OTHERS = "*"  # every tenant or key without limits of its own
 SOLD = (*HIT_CLASSES, "miss", "output")
@@ -155,10 +154,9 @@ class Bills:
     charged: Counter[str] = field(default_factory=Counter)  # units by tenant
 
     def __call__(self, entries: Sequence[Entry]) -> None:
-        for entry in entries:
-            if entry.kind is Kind.CHARGE:
-                self.charged[entry.tenant] -= entry.amount
-            if entry.kind is not Kind.CHARGE or self.observe is None:
+        for entry in (each for each in entries if each.kind is Kind.CHARGE):
+            self.charged[entry.tenant] -= entry.amount
+            if self.observe is None:
                 continue
             ref, _ = decode_request(entry.body)
             charge = charge_in(entry.details, self.accounts.book.pinned(ref))
@@ -231,7 +229,7 @@ def _limits(section: LimitsSection, overrides: Overrides) -> WindowLimits:
     except (ConfigurationError, ImportError, ValueError) as error:
         said = f"limits.url {section.url!r} cannot be used: {error}"
         raise ConfigError(
-            PASSWORD.sub("://***@", said) + "; write memory:// or redis://HOST:PORT/DB, which "
+            without_passwords(said) + "; write memory:// or redis://HOST:PORT/DB, which "
             'needs pip install "cachesvc[redis]"'
         ) from None
 

@@ -136,8 +136,6 @@ def _taken(status: int, text: bytes) -> Any:
     if status < 300:
         return body
     error = body.get("error") if isinstance(body, dict) else None
-    if isinstance(body, dict) and "reason" in body:  # of /health/ready
-        raise LiveError(body["reason"])
     if not isinstance(error, dict):
         raise LiveError(f"the server said {status}")
     raise (ServerFoundWrong if error.get("code") == "invalid_value" else LiveError)(

@@ -59,26 +59,14 @@ class EngineIdentity:
 
 def roots_of(root: PrefixKey, groups: Sequence[KvGroup], num_ranks: int) -> list[list[PrefixKey]]:
     """Of a scope's blocks: for each group, on each rank, or on one where all have the same."""
-    each = zip(groups, group_roots(root, len(groups)), strict=True)
-    return [rank_roots(first, 1 if group.is_shared else num_ranks) for group, first in each]
+    each = zip(groups, _parts(root, "group", len(groups)), strict=True)
+    return [_parts(first, "rank", 1 if group.is_shared else num_ranks) for group, first in each]
 
 
-def group_roots(root: PrefixKey, num_groups: int) -> list[PrefixKey]:
-    """The roots of each group's blocks of a scope. `root` is the scope's own and the first
-    group's."""
-    return [root, *(_derived(root, f"group {number}") for number in range(1, num_groups))]
-
-
-def rank_roots(root: PrefixKey, num_ranks: int) -> list[PrefixKey]:
-    """The roots of each tensor-parallel rank's parts of the blocks of a scope.
-
-    `root` is the scope's own root and the first rank's.
-    """
-    return [root, *(_derived(root, f"rank {rank}") for rank in range(1, num_ranks))]
-
-
-def _derived(root: PrefixKey, part: str) -> PrefixKey:
-    return PrefixKey(xxhash.xxh3_128_digest(root + f"cachesvc.vllm.{part}".encode()))
+def _parts(root: PrefixKey, kind: str, count: int) -> list[PrefixKey]:
+    """The roots of a scope's groups, or of a group's ranks. The first one's is `root` itself."""
+    names = (f"cachesvc.vllm.{kind} {number}".encode() for number in range(1, count))
+    return [root, *(PrefixKey(xxhash.xxh3_128_digest(root + name)) for name in names)]
 
 
 def adapter_digest(path: str) -> bytes:

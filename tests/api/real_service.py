@@ -32,7 +32,7 @@ def real_service(data_dir, model, **more):
     with contextlib.closing(open_money(settings)) as money:
         each = settings.each()
         main = main_of(each)
-        makers = engines.prepare_each(each)
+        makers = [engines.prepare(one) for one in each]
         with contextlib.closing(Service(makers, main, money, EventStream())) as service:
             app = service.app(money.start(service.metrics.observe_bill))
             for serving in service.servings:

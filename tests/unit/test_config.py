@@ -102,7 +102,10 @@ A = "[[models]]\nname = 'a'\n"
     ("text", "message"),
     [
         ("[cache]\ndevise_bytes = 1\n", r"cache\.devise_bytes in .*; did you mean cache\.device"),
-        ("[cash]\nblock_size = 1\n", r"unknown setting cash in .*did you mean cache\?"),
+        (
+            "[cash]\nblock_size = 1\n",
+            r"setting cash\.block_size in .*did you mean cache\.block_size\?",
+        ),
         ("port = 1\n", r"unknown setting port in .*\.toml; did you mean server\.port\?"),
         ("cache = 1\n", r"cache in .*\.toml is a section: write \[cache\] above its settings"),
         ("[cache]\npromotion = 'auto'\n", r"cache\.promotion in .* was removed: the sizes of"),

@@ -3,23 +3,24 @@
 import io
 import json
 import logging
+from typing import Any
 
 import pytest
 
-from cachesvc.config.sections import LogFormat, LogSection
+from cachesvc.config.sections import LogSection
 from cachesvc.server.logs import configure
 
 KEY = "sk-live1234abcdefghijklmnopqrstuv"
 
 
-def written(log_format: LogFormat) -> io.StringIO:
+def written(log_format: Any) -> io.StringIO:
     out = io.StringIO()
     configure(LogSection(format=log_format, level="info"), out)
     return out
 
 
 def test_a_line_is_json_where_nobody_looks_on():
-    out = written(LogFormat.AUTO)
+    out = written("auto")
     logging.getLogger("tiers.disk.tier").debug("not so important")
     logging.getLogger("tiers.disk.tier").warning("no room", extra={"blocks": 3})
     line = json.loads(out.getvalue())
@@ -49,7 +50,7 @@ def test_colours_are_for_terminals_that_know_them(monkeypatch, term, no_color, c
     assert coloured == ("\x1b[" in out.getvalue())
 
 
-@pytest.mark.parametrize("log_format", [LogFormat.JSON, LogFormat.CONSOLE])
+@pytest.mark.parametrize("log_format", ["json", "console"])
 def test_a_key_is_masked_in_messages_and_fields(log_format):
     out = written(log_format)
     logging.getLogger("api").info(f"key {KEY} came", extra={"header": f"Bearer {KEY}"})
@@ -58,7 +59,7 @@ def test_a_key_is_masked_in_messages_and_fields(log_format):
 
 
 def test_a_traceback_tells_no_local_variables():
-    out = written(LogFormat.CONSOLE)
+    out = written("console")
     prompt = "the patient's " + "name"
     try:
         raise ValueError(len(prompt))

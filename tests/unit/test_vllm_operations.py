@@ -8,7 +8,7 @@ import pytest
 from cachesvc.server.vllm import node_operations as module
 from cachesvc.server.vllm.node_operations import NodeOperations
 from cachesvc.vllm.groups import KvGroup
-from cachesvc.vllm.identity import rank_roots, roots_of
+from cachesvc.vllm.identity import roots_of
 from tests.patience import until
 from tests.unit.test_node_socket import LAYOUT, ROOT, below, joined, prompt, serving, write
 from tiers.blocks.chain import Chain, KeyedPrefix
@@ -50,7 +50,7 @@ def operations(path, vllm, num_ranks=1, groups=(WHOLE,)):
 
 def of_rank(rank):
     """The blocks of `prompt(1)` on a tensor-parallel rank."""
-    return block_ids(rank_roots(ROOT, 2)[rank], b"".join(b.tokens for b in prompt(1)), 4)
+    return block_ids(roots_of(ROOT, (WHOLE,), 2)[0][rank], b"".join(b.tokens for b in prompt(1)), 4)
 
 
 def test_a_purge_takes_every_ranks_blocks_and_stays_until_requests_have_stored(

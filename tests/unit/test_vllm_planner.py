@@ -9,7 +9,7 @@ import pytest
 
 from cachesvc.vllm.chains import RequestChains
 from cachesvc.vllm.groups import KvGroup
-from cachesvc.vllm.identity import EngineIdentity, check_parallel, group_roots, rank_roots
+from cachesvc.vllm.identity import EngineIdentity, check_parallel, roots_of
 from cachesvc.vllm.planner import Planner
 from tiers.blocks.keys import CacheScope
 from tiers.node.messages import engine_layout, state_layout
@@ -144,7 +144,7 @@ def test_an_answer_for_fewer_tokens_than_vllm_has_now_is_not_used(planner, link)
 
 def test_a_block_is_held_when_every_rank_has_its_part(planning, link):
     planner = planning(WHOLE, ranks=2, link=link)
-    first, second = rank_roots(SCOPE.root(), 2)
+    ((first, second),) = roots_of(SCOPE.root(), (WHOLE,), 2)
     link.held_by[second] = [TierName.DISK]
     assert SIZE == planner.match(request(), 0)
     assert [first, second] == [ids[0].scope for ids in link.asked]
@@ -291,7 +291,7 @@ def test_a_token_is_weighed_at_its_place(planner, link):
 
 def test_a_shorter_load_ends_where_every_group_can_resume(planning):
     """The odd blocks are on the disk, which is slow, and nothing can resume after the first."""
-    roots = group_roots(SCOPE.root(), 2)
+    roots = [root for (root,) in roots_of(SCOPE.root(), (WHOLE, STATE), 1)]
     link = Held(dict(zip(roots, ({0, 1, 2, 3}, {2}), strict=True)))
     planner = planning(WHOLE, STATE, link=link)
     slow_disk(planner, link)
@@ -343,7 +343,7 @@ class Held(Link):
 def test_a_prefix_ends_where_every_group_can_resume(planning, window, state, num_blocks):
     """A window of five tokens back reaches into two blocks; a state is needed at the very end."""
     groups = (WHOLE, WINDOW, STATE)
-    roots = group_roots(SCOPE.root(), 3)
+    roots = [root for (root,) in roots_of(SCOPE.root(), groups, 1)]
     link = Held(dict(zip(roots, (set(range(8)), set(window), set(state)), strict=True)))
     planner = planning(*groups, link=link)
     asked = request(9 * SIZE)

@@ -9,19 +9,13 @@ from billing.money import format_units, parse_positive, parse_units
 from billing.operations import balance, ledger
 from billing.operations.balance import Booking
 from billing.prices.book import NS
-from cachesvc.cli.lazy import without
+from cachesvc.cli.lazy import Group
 from cachesvc.cli.money.books import TenantName
 from cachesvc.cli.money.invocation import Invocation, operating
 from cachesvc.cli.money.tenants import print_tenant
 from cachesvc.cli.render import confirm, note
 
-_REMOVED = {
-    "adjust": "`cachesvc ledger correct TENANT REFERENCE --to AMOUNT`",
-    "show": "`cachesvc tenants show TENANT`",
-    "chargeback": "`cachesvc balance withdraw TENANT AMOUNT --chargeback`",
-}
-
-app = typer.Typer(cls=without(_REMOVED), no_args_is_help=True, help="Book money in and out")
+app = typer.Typer(cls=Group, no_args_is_help=True, help="Book money in and out")
 
 Amount = Annotated[str, typer.Argument(help="Decimal amount, such as 12.50", show_default=False)]
 Reference = Annotated[
@@ -30,12 +24,6 @@ Reference = Annotated[
 
 RECENT = 20  # entries in which a repeated booking is looked for
 A_MINUTE_S = 60
-_KINDS = {
-    Booking.GRANT: "grant",
-    Booking.TOPUP: "topup",
-    Booking.WITHDRAW: "withdrawal",
-    Booking.CHARGEBACK: "chargeback",
-}
 
 
 @app.command()
@@ -103,7 +91,7 @@ def _show_before(
     confirm(f"Book a {kind} of {sum_} for {tenant}?", yes=False)
     for entry in call(ledger.list_entries, tenant=tenant, limit=RECENT):
         age_s = (time.time_ns() - entry["at_ns"]) // NS
-        same = entry["kind"] == _KINDS[kind] and units == abs(parse_units(entry["amount"]))
+        same = entry["kind"] == balance.KINDS[kind] and units == abs(parse_units(entry["amount"]))
         if same and age_s < A_MINUTE_S and entry["request_id"] != reference:
             name = entry["request_id"]
             confirm(f"The same was booked {age_s} s ago, as {name!r}. Book it again?", yes=False)

@@ -21,7 +21,7 @@ from billing.prices.book import NS
 from billing.proof import audit
 from billing.reports.documents import Document, proof_document
 from billing.reports.heads import parse_heads, read_receipt_head, signed_heads
-from cachesvc.cli.lazy import without
+from cachesvc.cli.lazy import Group
 from cachesvc.cli.money.books import MOST_ROWS, DatabaseUrl, TenantName, books
 from cachesvc.cli.money.invocation import Invocation, operating
 from cachesvc.cli.money.receipts import public_key_of
@@ -29,20 +29,11 @@ from cachesvc.cli.money.tenants import print_tenant
 from cachesvc.cli.options import DataDir
 from cachesvc.cli.render import AsJson, answer, confirm, fail, note, print_documents, print_json
 
-_REMOVED = {
-    "heads": "`cachesvc ledger verify --print-heads`",
-    "rebuild": "`cachesvc ledger verify --rebuild`",
-    "holds": "`cachesvc ledger show --holds`",
-    "rerate": "`cachesvc prices plan`, without a card",
-    "refund": "`cachesvc ledger correct TENANT REQUEST`, for each request",
-    "trail": "`cachesvc ledger show --trail`",
-}
-
 HEADS_S = 30.0  # for a receiver of heads to answer
 HOLD_NUMBERS = ("amount", "age_s", "expires_in_s")
 HOLDS = ("tenant", "request_id", "amount", "model", "server", "age_s", "expires_in_s")
 
-app = typer.Typer(cls=without(_REMOVED), no_args_is_help=True, help="Prove and correct the ledger")
+app = typer.Typer(cls=Group, no_args_is_help=True, help="Prove and correct the ledger")
 
 
 @app.command()

@@ -14,19 +14,12 @@ from billing.prices.cards import find_card
 from billing.prices.lint import CardFinding, Severity, lint
 from billing.reports.documents import EXTRAS, RATES, Document, card_document, finding_document
 from billing.usage import HIT_CLASSES
-from cachesvc.cli.lazy import without
+from cachesvc.cli.lazy import Group
 from cachesvc.cli.money.books import MOST_DAYS, TenantOption
 from cachesvc.cli.money.invocation import Invocation, operating
 from cachesvc.cli.render import confirm, fail, note, print_documents, print_json, print_table
 
-_REMOVED = {
-    "diff": "compare the cards' TOML files",
-    "lint": "`cachesvc prices show CARD --lint`",
-}
-
-app = typer.Typer(
-    cls=without(_REMOVED), no_args_is_help=True, help="Show, check, plan and apply rate cards"
-)
+app = typer.Typer(cls=Group, no_args_is_help=True, help="Show, check, plan and apply rate cards")
 
 Card = Annotated[str, typer.Argument(help="A TOML file, or the name of a shipped card")]
 

@@ -21,14 +21,6 @@ from cachesvc.cli.render import (
     print_pairs,
 )
 
-_REMOVED = {
-    "list": "`cachesvc tenants show`, without a name",
-    "limit": "`cachesvc tenants set TENANT --postpaid AMOUNT`",
-    "suspend": "`cachesvc tenants set TENANT --suspend`",
-    "resume": "`cachesvc tenants set TENANT --resume`",
-    "project": "`cachesvc tenants set TENANT --add-project NAME`",
-}
-
 _HERE = "cachesvc.cli.money.tenants"
 app = lazy_group(
     {
@@ -37,7 +29,6 @@ app = lazy_group(
         "set": Command(f"{_HERE}:set_", "Change a tenant's credit, limits, status or projects"),
         "budget": Command("cachesvc.cli.money.budgets:budget", "Refuse what would pass an amount"),
     },
-    removed=_REMOVED,
     help="Create, show and change tenants",
 )
 

@@ -16,24 +16,14 @@ from billing.operations.usage import StatementForm
 from billing.reports.attribution import check_split
 from billing.reports.documents import Document
 from billing.reports.usage import Unit
-from cachesvc.cli.lazy import without
+from cachesvc.cli.lazy import Group
 from cachesvc.cli.money.books import MOST_ROWS, DatabaseUrl, TenantOption, books
 from cachesvc.cli.money.invocation import Invocation, operating
 from cachesvc.cli.money.receipts import receipt
 from cachesvc.cli.options import DataDir
 from cachesvc.cli.render import Column, fail, note, print_documents, print_json
 
-_REMOVED = {
-    "daily": "`cachesvc usage --by day`",
-    "monthly": "`cachesvc usage --by month`",
-    "session": "`cachesvc usage --by session`",
-    "statement": "`cachesvc usage --statement MONTH --tenant TENANT`",
-    "statusline": "`cachesvc usage --since today`",
-    "receipt-keys": "`cachesvc usage receipt --public-keys`",
-    "verify-receipt": "`cachesvc usage receipt --check FILE`",
-}
-
-app = typer.Typer(cls=without(_REMOVED))
+app = typer.Typer(cls=Group)
 app.command()(receipt)
 
 

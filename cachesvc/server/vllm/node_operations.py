@@ -14,6 +14,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, TypeVar
 
+from cachesvc.operator.purge import total
 from cachesvc.server.vllm.node import TIMEOUT_S
 from cachesvc.server.vllm.node_pins import NodePins
 from cachesvc.server.vllm.node_prefixes import KvParts, KvPrefix, Nodes
@@ -190,10 +191,8 @@ class NodeOperations(NodePins):
 
 def _purged(roots: Collection[PrefixKey], answers: Sequence[dict[str, Any]]) -> Purged:
     """One result of the answers of every layout's blocks."""
-    removed: dict[TierName, Removed] = {}
-    for tier, counts in (each for answer in answers for each in answer["removed"].items()):
-        name = TierName(tier)
-        removed[name] = removed.get(name, Removed()).plus(Removed(*counts))
+    parts = [answer["removed"].items() for answer in answers]
+    removed = total([{TierName(tier): Removed(*n) for tier, n in part} for part in parts])
     pins = tuple(pin for answer in answers for pin in answer["pins"])
     left, in_use = (sum(int(each[name]) for each in answers) for name in ("num_left", "in_use"))
     return Purged(tuple(sorted(roots)), removed, in_use, pins, left)
