@@ -196,9 +196,10 @@ class ManagedTier(Tier, Protocol):
         """The tiers in this one, hottest first. Each has a name and stats of its own."""
         return (self,)
 
-    def places(self, ids: Sequence[BlockId]) -> list[TierName]:
-        """The tier of each block in the leading run held. Like `probe`, it may be optimistic."""
-        return [self.name] * self.probe(ids)
+    def places(self, ids: Sequence[BlockId]) -> tuple[list[TierName], bool]:
+        """The tier of each block in the leading run held, and whether more is held farther down,
+        which takes longer to load than to compute. Like `probe`, it may be optimistic."""
+        return [self.name] * self.probe(ids), False
 
     def used(self, keys: Sequence[PrefixKey]) -> None:
         """Note hits on these keys, here or above. Any thread. Returns at once."""

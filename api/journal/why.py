@@ -57,8 +57,8 @@ class MissFinding:
 NOTHING = MissFinding()
 
 REFUSALS = {
-    MissReason.SLOWER_THAN_COMPUTE: "It is on disk, but at the rates measured then loading it "
-    "would have taken longer than computing it.",
+    MissReason.SLOWER_THAN_COMPUTE: "It is on disk or in the remote tier, but at the rates "
+    "measured then loading it would have taken longer than computing it.",
     MissReason.OVERLOADED: "It is on disk, but the queue of loads was full, so it was computed "
     "instead. A faster disk helps.",
     MissReason.NO_ROOM: "It is on disk, but no host frame was free to load it into. A larger "

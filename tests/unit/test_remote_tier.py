@@ -9,6 +9,7 @@ from tests.sim import world as sim
 from tests.support.disks import CAPACITY, FRAMES, blocks, load, publish_all
 from tests.support.faulty_storage import LAYOUT, SCOPE, chain, fill, put
 from tests.support.memory_tier import MemoryTier
+from tiers.blocks.chain import Chain
 from tiers.blocks.keys import CacheScope
 from tiers.disk.open import open_disk
 from tiers.errors import ConfigurationError, MissReason
@@ -237,7 +238,7 @@ def test_all_readers_that_share_a_prefix_are_weighed(server, monkeypatch):
     for blocks_per_s, nine, four in ((0.9, 9, 4), (2.9, 9, 0), (3.1, 0, 0)):
         two.remote.economy.prefill_tokens_per_s = blocks_per_s * LAYOUT.block_size
         assert [nine, four] == [two.probe(blocks(count=count)) for count in (9, 4)]
-        assert [nine, four] == [len(two.places(blocks(count=count))) for count in (9, 4)]
+        assert [nine, four] == [len(two.places(blocks(count=count))[0]) for count in (9, 4)]
 
 
 def test_a_purge_reaches_the_remote_tier(server, objects):
@@ -266,7 +267,7 @@ def test_a_url_or_key_that_cannot_work_is_refused(tmp_path):
         open_objects("//me:geheim@host:6379", 1.0)
 
 
-def test_a_step_asks_no_store_why_a_prompt_is_cold(monkeypatch):
+def test_a_step_asks_no_store_why_a_prompt_is_cold_and_a_slow_store_is_told(monkeypatch):
     """It may take a second to answer. Readers ask it, who run between the turns here."""
     objects = Objects()
 
@@ -287,4 +288,10 @@ def test_a_step_asks_no_store_why_a_prompt_is_cold(monkeypatch):
         assert before == objects.num_calls
         world.mover.read()
     assert objects.num_calls
+    prompt = Chain(CacheScope().root(), range(20, 40), sim.BLOCK)
+    objects.held = {object_name(prompt.root, key): b"" for key in prompt.keys}
+    monkeypatch.setattr(RemoteTier, "pays", lambda _, num_blocks, __: not num_blocks)
+    world.ask("slow", range(20, 40))
+    reasons = world.outputs["slow"][0].miss_reasons
+    assert {MissReason.SLOWER_THAN_COMPUTE: 16, MissReason.TAIL: 4} == reasons
     world.tier.close()

@@ -101,7 +101,7 @@ class TierOperations:
         ]
 
     def places_below(self, ids: Sequence[BlockId]) -> list[TierName]:
-        return self._disk.places(ids) if self._disk is not None else []
+        return self._disk.places(ids)[0] if self._disk is not None else []
 
     @property
     def leaving(self) -> list[Block]:

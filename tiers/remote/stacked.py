@@ -47,10 +47,7 @@ class StackedTier(ManagedTier):
         return self.disk.view
 
     def probe(self, ids: Sequence[BlockId]) -> int:
-        held = self.disk.probe(ids)
-        if held == len(ids):
-            return held
-        return held + self.remote.probe(ids[held:], self.num_readers)
+        return len(self.places(ids)[0])
 
     @property
     def num_readers(self) -> int:
@@ -59,11 +56,13 @@ class StackedTier(ManagedTier):
     def levels(self) -> Sequence[Leveled]:
         return (*self.disk.levels(), self.remote)
 
-    def places(self, ids: Sequence[BlockId]) -> list[TierName]:
-        found = self.disk.places(ids)
+    def places(self, ids: Sequence[BlockId]) -> tuple[list[TierName], bool]:
+        found, _ = self.disk.places(ids)
         rest = ids[len(found) :]
-        num_there = self.remote.probe(rest, self.num_readers) if rest else 0
-        return found + [self.remote.name] * num_there
+        num_there = self.remote.probe(rest) if rest else 0
+        if not self.remote.pays(num_there, self.num_readers):
+            return found, True
+        return found + [self.remote.name] * num_there, False
 
     def paced(self, prefill_tokens_per_s: float) -> None:
         self.remote.economy.prefill_tokens_per_s = prefill_tokens_per_s

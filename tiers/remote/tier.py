@@ -97,15 +97,15 @@ class RemoteTier:
 
     # Calls of readers.
 
-    def probe(self, ids: Sequence[BlockId], num_readers: int = 1) -> int:
-        """The length of the leading run that is in the store and worth loading by so many readers,
-        as far as there are jobs for them."""
+    def probe(self, ids: Sequence[BlockId]) -> int:
         found = self.exist(ids)
-        held = next((at for at, there in enumerate(found) if not there), len(found))
-        num_tokens, nbytes = held * self._block_tokens, held * self._block_bytes
-        readers = min(num_readers, -(-held // BLOCKS_PER_LOAD))
-        worth = not held or self.economy.worth(num_tokens, nbytes, readers)
-        return held if worth else 0
+        return next((at for at, there in enumerate(found) if not there), len(found))
+
+    def pays(self, num_blocks: int, num_readers: int) -> bool:
+        """Whether so many readers, as far as there are jobs, load faster than computing."""
+        num_tokens, nbytes = num_blocks * self._block_tokens, num_blocks * self._block_bytes
+        readers = min(num_readers, -(-num_blocks // BLOCKS_PER_LOAD))
+        return not num_blocks or self.economy.worth(num_tokens, nbytes, readers)
 
     def exist(self, ids: Sequence[BlockId]) -> list[bool]:
         """Whether the store has each of these, or a part of it. False without an answer."""

@@ -45,6 +45,7 @@ class ProbeJob:
     lacking: Sequence[BlockId] | None = None
     tiers: Sequence[TierName] = ()
     windows: Collection[PrefixKey] = ()
+    is_slower: bool = False  # more is held, which takes longer to load than to compute
     done: bool = False
 
     @property
@@ -52,7 +53,7 @@ class ProbeJob:
         return len(self.tiers)
 
     def run(self, tier: ManagedTier) -> None:
-        self.tiers = tier.places(self.ids)
+        self.tiers, self.is_slower = tier.places(self.ids)
         if self.lacking is not None:
             ids = [*self.lacking, *self.ids[: self.held]]
             there = compress(ids, tier.have_windows(ids))

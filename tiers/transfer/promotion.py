@@ -142,8 +142,9 @@ class Promoter:
         assert ticket.probe is not None and self._mover is not None
         probe, ticket.probe = ticket.probe, None
         self._match(ticket)  # others may have loaded or computed part of it by now
-        start = len(ticket.blocks)
-        layout = self._layout
+        if probe.is_slower:
+            ticket.stop = MissReason.SLOWER_THAN_COMPUTE
+        start, layout = len(ticket.blocks), self._layout
         end = min(start + probe.held, len(ticket.chain.keys))
         if self._reach:
             end = longest(ticket, end, self._reach, probe.windows)
