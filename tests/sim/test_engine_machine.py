@@ -149,6 +149,15 @@ def test_a_tail_is_taken_as_far_as_it_matches(prompt, computed, blocks):
     world.check()
 
 
+def test_tail_still_being_computed_is_waited_for():
+    world = World(device_blocks=100, step_tokens=8)
+    prompt = list(range(2 * BLOCK + 2))
+    for name in ("a", "b", "c"):
+        world.submit(name, prompt, max_tokens=1)
+    world.check()
+    assert world.runner.computed == len(prompt)
+
+
 def test_a_computed_tail_is_not_waited_for_while_its_request_runs():
     world = World(device_blocks=100)
     prompt = list(range(2 * BLOCK + 1))

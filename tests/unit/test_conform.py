@@ -166,10 +166,7 @@ def test_a_busy_server_is_asked_again_and_one_that_fails_ends_the_run(serve, mon
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
-    [
-        (["http://127.0.0.1:9"], "does not answer"),
-        (["ftp://x"], "not the URL of a server"),
-    ],
+    [(["http://127.0.0.1:9"], "does not answer"), (["ftp://x"], "not the URL of a server")],
 )
 def test_wrong_input_is_said_in_a_sentence(arguments, says):
     ended = call("conform", *arguments)

@@ -9,11 +9,7 @@ import pytest
 import torch
 
 import engine.execution.cuda_graphs as cuda_graphs_module
-from engine.attention.base import (
-    RecordableAttention,
-    ReferenceAttention,
-    attend_dense,
-)
+from engine.attention.base import RecordableAttention, ReferenceAttention, attend_dense
 from engine.batch import Batch, Span
 from engine.execution.cuda_graphs import Recorder, StepGraphs, batch_sizes, cuda_graphs
 from engine.execution.grouped_rows import GroupedRows

@@ -4,12 +4,7 @@ import pytest
 import torch
 
 from engine.attention.kv_pool import KvPool
-from tiers.blocks.layout import (
-    BlockLayout,
-    LayerLayout,
-    part_views,
-    sized_layout,
-)
+from tiers.blocks.layout import BlockLayout, LayerLayout, part_views, sized_layout
 from tiers.memory.device import DevicePool
 
 LATENT = LayerLayout(1, 576, 512, shared=True)

@@ -13,13 +13,7 @@ from typing import Any, cast
 
 import pytest
 
-from engine.errors import (
-    EngineFailed,
-    InvalidParameter,
-    PromptTooLong,
-    RemoteFault,
-    UnknownAdapter,
-)
+from engine.errors import EngineFailed, InvalidParameter, PromptTooLong, RemoteFault, UnknownAdapter
 from engine.remote import upstreams
 from engine.remote.engine import RemoteEngine
 from engine.remote.metrics import counters_in, labels_in
