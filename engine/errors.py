@@ -62,6 +62,10 @@ class RemoteRefused(RemoteFault):
     """The engine at a URL found something wrong with this request."""
 
 
+class RemoteDenied(RemoteFault):
+    """The engine at a URL wants another key, or does not know what was asked for."""
+
+
 class RemoteBusy(RemoteFault):
     """The engine at a URL has too much to do."""
 

@@ -105,11 +105,7 @@ class RunningAnswer:
         self._when = self._when._replace(admitted_ns=report.admitted_ns)
 
     def output(
-        self,
-        index: int,
-        now_ns: int,
-        told: Told,
-        error: str | RemoteFault | None = None,
+        self, index: int, now_ns: int, told: Told, error: str | RemoteFault | None = None
     ) -> StepOutput:
         """An output of sequence `index`, of what the engine told. A finish ends it."""
         if told.finish is not None:

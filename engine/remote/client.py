@@ -17,7 +17,14 @@ from urllib.parse import urlsplit
 import aiohttp
 import orjson
 
-from engine.errors import RemoteAway, RemoteBusy, RemoteFault, RemoteRefused, RemoteSilent
+from engine.errors import (
+    RemoteAway,
+    RemoteBusy,
+    RemoteDenied,
+    RemoteFault,
+    RemoteRefused,
+    RemoteSilent,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +63,8 @@ class EngineCall:
         kind, what = RemoteFault, f"The engine answered {answer.status}."
         if answer.status in OF_THE_BODY:
             kind = RemoteRefused
+        elif answer.status in (401, 403, 404):
+            kind = RemoteDenied
         elif answer.status == 429:
             kind, what = RemoteBusy, "The engine is overloaded; try again later."
         elif answer.status in (503, 529):  # 529 is Anthropic's

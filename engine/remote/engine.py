@@ -86,10 +86,7 @@ class RemoteEngine:
         return self._intake.failed
 
     def abort(
-        self,
-        request_id: str,
-        reason: FinishReason = FinishReason.ABORT,
-        index: int | None = None,
+        self, request_id: str, reason: FinishReason = FinishReason.ABORT, index: int | None = None
     ) -> None:
         """End a request early, or one sequence of it; the last output says `reason`."""
         self._post(lambda: self._requests.abort(request_id, reason, index))

@@ -154,7 +154,7 @@ async def _vllm(http: EngineHttp, meant: Meant, model: str) -> _Told:
     if status != 200:  # 403: off; 404: older
         kind, whole = Completions, {**asked, "return_token_ids": True}
         status, answer = await http.ask("POST", Completions.path, whole)
-    if status >= 500:
+    if status == 429 or status >= 500:
         raise RemoteAway(f"POST {kind.path} gives {status}")
     if status != 200 or not answer["choices"][0].get("token_ids"):
         raise ModelError(

@@ -11,11 +11,13 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from engine.errors import (
+    AdapterError,
     EngineAway,
     InvalidParameter,
     ModelError,
     RemoteAway,
     RemoteBusy,
+    RemoteDenied,
     RemoteFault,
     RemoteRefused,
 )
@@ -51,7 +53,7 @@ class Upstream:
 
     One that did not answer at the start, or that failed too often since, is asked for nothing until
     `find` has found it: another may answer there now. `find` raises ModelError for what must not be
-    used.
+    used. One that denies a request is asked by `find` too, since the request alone may be wrong.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class Upstream:
         self._remote = remote
         self._find = find
         self._is_away = not is_found
+        self._is_doubted = False  # it denied a request
         self.is_found = is_found  # by now or before
         self._refused = ""  # why what answers there is not used
         self.counters: dict[str, float] = {}
@@ -106,7 +109,8 @@ class Upstream:
 
     def failed(self, fault: RemoteFault) -> None:
         self._errors += 1
-        if not isinstance(fault, RemoteBusy | RemoteRefused):
+        self._is_doubted |= isinstance(fault, RemoteDenied)
+        if not isinstance(fault, RemoteBusy | RemoteRefused | RemoteDenied):
             self._missed()
 
     def _missed(self) -> None:
@@ -158,25 +162,32 @@ class Upstream:
 
     async def join(self) -> None:
         """Returns once it is found."""
-        while self._is_away:
+        while self._is_away or self._is_doubted:
             await asyncio.sleep(JOIN_S)
             if not self._breaker.allows():
                 continue
+            self._is_doubted = False
             try:
                 self._remote = await self._find()
             except ModelError as error:
-                self._breaker.failed()
-                refused = "" if isinstance(error, EngineAway) else str(error)
+                is_silent = isinstance(error, EngineAway)
+                # Without one adapter it still serves the others.
+                self._is_away |= not (is_silent or isinstance(error, AdapterError))
+                if self._is_away or is_silent:
+                    self._missed()
+                refused = str(error) if self._is_away and not is_silent else ""
                 if refused and refused != self._refused:
                     logger.error(f"{refused}; it is not used")
                 self._refused = refused
             except Exception:  # an answer that nothing foresaw must not end the looks
                 logger.exception(f"what answers at {self.http.url} is not understood, nor used")
-                self._breaker.failed()
+                self._is_away = True
+                self._missed()
             else:
+                if self._is_away:
+                    logger.info(f"the engine at {self.http.url} answers now, and is used")
+                    self._breaker.succeeded()
                 self.is_found, self._is_away, self._refused = True, False, ""
-                self._breaker.succeeded()
-                logger.info(f"the engine at {self.http.url} answers now, and is used")
 
 
 class Upstreams:

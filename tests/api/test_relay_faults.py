@@ -241,7 +241,8 @@ async def test_readiness_tells_when_no_site_answers_and_when_one_is_back(up, at,
 async def test_a_site_that_comes_later_is_used_once_it_is_what_the_others_are(
     up, at, monkeypatch, caplog
 ):
-    """Which keep tenants apart by `cache_salt`."""
+    """Which keep tenants apart by `cache_salt`. One that denies requests is asked again whether it
+    is that."""
     monkeypatch.setattr(upstreams, "JOIN_S", 0.02)
     up.cards[0]["owned_by"] = "vllm"
     with served(UpstreamServer()) as other:
@@ -274,6 +275,21 @@ async def test_a_site_that_comes_later_is_used_once_it_is_what_the_others_are(
             up.status = 503
             assert 200 == (await client.post(CHAT, json=body(CHAT))).status_code
             assert 1 == len(other.asked)
+            for other.status in (401, 403, 404):  # its tenant may have asked for a wrong path
+                up.status, other.num_looks = 200, 0
+                assert 200 == (await client.post(CHAT, json=body(CHAT))).status_code
+                async with asyncio.timeout(30):
+                    while not other.num_looks:
+                        await asyncio.sleep(0.02)
+                assert 200 == (await client.post(CHAT, json=body(CHAT))).status_code
+                other.lists = 401
+                await until({other.url: "is refused; the log says why"})
+                up.status = 429
+                told = refusal(await client.post(CHAT, json=body(CHAT)))
+                assert (429, "engine_overloaded") == told, "there is no other to try"
+                other.status, other.lists = 200, 200
+                await until(None)
+            assert 1 + 2 * 3 == len(other.asked), "it was used until its list denied it"
 
 
 NO_ANSWERS: dict[str, bytes] = {

@@ -24,6 +24,7 @@ class UpstreamServer(StandIn):
         self.cards: list[dict[str, Any]] = [{"id": name, "max_model_len": 4000, **card}]
         self.status, self.headers = 200, dict[str, str]()
         self.lists = 200  # the status of its list of models
+        self.num_looks = 0  # at that list
         self.refusal: bytes | Script = b"{}"
         self.script: dict[str, Script] = {path: stream_of(path) for path in PATHS}
         self.whole: dict[str, bytes | Script] = {path: compact(WHOLE[path]) for path in PATHS}
@@ -35,6 +36,7 @@ class _Handler(Handler):
 
     def do_GET(self) -> None:
         found = {"object": "list", "data": self.server.cards}
+        self.server.num_looks += 1
         self.say_json(found, self.server.lists if self.path == "/v1/models" else 404)
 
     def do_POST(self) -> None:

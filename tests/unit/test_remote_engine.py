@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import pytest
 
-from engine.errors import EngineFailed, InvalidParameter, PromptTooLong, RemoteFault, UnknownAdapter
+from engine import errors
 from engine.remote import upstreams
 from engine.remote.engine import RemoteEngine
 from engine.remote.metrics import counters_in, labels_in
@@ -94,7 +94,7 @@ async def failing(name):
 
 
 async def refused(name):
-    raise RemoteFault("The engine answered 500.")
+    raise errors.RemoteFault("The engine answered 500.")
     yield {}
 
 
@@ -205,6 +205,23 @@ def test_an_engine_is_asked_nothing_until_it_is_found_whatever_answers_before(mo
     assert [(None, False)] * 2 == before
     assert engines.pick() is late and late.remote is remote
     assert "is not understood, nor used" in caplog.text
+
+
+@pytest.mark.parametrize("found", [errors.EngineAway("x"), errors.AdapterError("x")])
+def test_an_engine_that_denies_a_request_stays_while_it_may_serve_others(monkeypatch, found):
+    """Its tenant alone may lack something there. See also the tests of the relay."""
+    monkeypatch.setattr(upstreams, "JOIN_S", 0.0)
+    looks = []
+
+    async def find():
+        looks.append(engine.is_up)
+        raise found
+
+    engine = Upstream(cast(Any, Http(two_tokens)), find=find)
+    for _ in range(4):
+        engine.failed(errors.RemoteDenied("another key"))
+    asyncio.run(engine.join())
+    assert [True] == looks and engine.is_up
 
 
 @pytest.mark.parametrize("house", [for_ever], indirect=True)
@@ -318,7 +335,7 @@ def test_an_engine_that_has_ended_fails_everything_and_the_engine(house):
             assert "dead" in (output.error or "")
             last.add(output.request_id)
     assert house.engine.failure is dead
-    with pytest.raises(EngineFailed):
+    with pytest.raises(errors.EngineFailed):
         house.engine.submit(asked("three"))
 
 
@@ -356,12 +373,12 @@ def test_the_engine_with_the_fewest_requests_gets_the_next_and_all_of_its_sequen
 
 @pytest.mark.parametrize("house", [two_tokens], indirect=True)
 def test_what_cannot_be_served_is_refused_by_name(house):
-    with pytest.raises(PromptTooLong, match="at most 99"):
+    with pytest.raises(errors.PromptTooLong, match="at most 99"):
         house.engine.submit(asked(num_tokens=100))
-    with pytest.raises(UnknownAdapter, match="loaded: none"):
+    with pytest.raises(errors.UnknownAdapter, match="loaded: none"):
         house.engine.submit(asked(adapter="sql"))
     content = Content(start=0, length=4, digest=b"x" * 16)
-    with pytest.raises(InvalidParameter, match="embedded"):
+    with pytest.raises(errors.InvalidParameter, match="embedded"):
         house.engine.submit(asked(contents=(content,)))
 
 

@@ -24,7 +24,7 @@ from engine.errors import EngineAway, ModelError, RemoteAway, RemoteFault
 from engine.openmp import run_apart
 from engine.promise import Equal, Promise
 from engine.remote.client import EngineHttp
-from engine.remote.find import FIND_S, OF_A_PROXY, find_each
+from engine.remote.find import FIND_S, find_each
 from engine.remote.upstreams import Upstream, Upstreams
 from engine.request import FinishReason, Request, StepOutput
 from engine.stats import EngineStats
@@ -97,10 +97,7 @@ class RelayEngine:
         raise AssertionError("a relay takes no tokens")
 
     def abort(
-        self,
-        request_id: str,
-        reason: FinishReason = FinishReason.ABORT,
-        index: int | None = None,
+        self, request_id: str, reason: FinishReason = FinishReason.ABORT, index: int | None = None
     ) -> None:
         """Does nothing: no request is here."""
 
@@ -136,10 +133,7 @@ class RelayEngine:
             await self.sites.close()
 
 
-def build(
-    settings: Settings,
-    on_outputs: Callable[[Sequence[StepOutput]], None],
-) -> CoreElsewhere:
+def build(settings: Settings, on_outputs: Callable[[Sequence[StepOutput]], None]) -> CoreElsewhere:
     """Asks the endpoint for its models. Raises ConfigError and ModelError."""
     engine, name = settings.engine, settings.model.name
     if settings.model.adapters:
@@ -181,9 +175,7 @@ def build(
 
     sites = [
         Upstream(
-            EngineHttp(url, key, engine.max_time),
-            find=partial(join, url),
-            is_found=one is not None,
+            EngineHttp(url, key, engine.max_time), find=partial(join, url), is_found=one is not None
         )
         for url, one in zip(engine.urls, sought, strict=True)
     ]
@@ -245,7 +237,7 @@ async def _found(key: str, name: str, url: str) -> _Found:
     try:
         async with http.request("GET", "/v1/models", headers=headers) as said:
             status, data = said.status, await said.whole()
-        if status in OF_A_PROXY:
+        if status == 429 or status >= 500:
             raise RemoteAway(f"GET /v1/models gives {status}")
     except RemoteFault as fault:
         raise EngineAway(f"the endpoint at {url} cannot be used: {fault}") from None
