@@ -126,12 +126,7 @@ class _Ending:
     """The end of a request: its journal and log entries, and the release of all that it holds."""
 
     def __init__(
-        self,
-        log: RequestLog,
-        wire: Collaborators,
-        job: Job,
-        principal: Principal,
-        request: Request,
+        self, log: RequestLog, wire: Collaborators, job: Job, principal: Principal, request: Request
     ) -> None:
         self._log = log
         self._wire = wire

@@ -52,11 +52,7 @@ class ApiError(Exception):
     """A refusal that the wire itself decides on. The message says what was wrong and what to do."""
 
     def __init__(
-        self,
-        message: str,
-        *,
-        param: str | None = None,
-        headers: Mapping[str, str] | None = None,
+        self, message: str, *, param: str | None = None, headers: Mapping[str, str] | None = None
     ) -> None:
         super().__init__(message)
         self.param = param
@@ -192,8 +188,7 @@ TABLE.update(
         billing_errors.IdempotencyConflict: Row(409, "idempotency_key_reused"),
         billing_errors.IdempotencyBusy: Row(409, "idempotency_key_busy", 1),
         billing_errors.LedgerUnavailable: _not_now(
-            "ledger_unavailable",
-            "The ledger cannot be read or written now, so nothing is served.",
+            "ledger_unavailable", "The ledger cannot be read or written now, so nothing is served."
         ),
         billing_errors.ClockJumped: _not_now(
             "ledger_unavailable",

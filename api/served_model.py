@@ -24,10 +24,7 @@ class EngineClient(Protocol):
     def submit(self, request: Request) -> None: ...
 
     def abort(
-        self,
-        request_id: str,
-        reason: FinishReason = FinishReason.ABORT,
-        index: int | None = None,
+        self, request_id: str, reason: FinishReason = FinishReason.ABORT, index: int | None = None
     ) -> None: ...
 
     def predicted_wait_s(self, share: str, num_tokens: int) -> float:

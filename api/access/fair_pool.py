@@ -44,10 +44,6 @@ class FairPool:
         self._what = what  # names the work in a refusal: "long prompts wait to be tokenised"
         self._waiting: dict[str, deque[_Call]] = {}  # by tenant, in the order of their turns
 
-    @property
-    def num_pending(self) -> int:
-        return self._shares.used
-
     async def run(self, tenant: str, work: Callable[[], Made]) -> Made:
         """The result of `work`, run on a thread. Raises Overloaded, and whatever `work` raises."""
         if not self._shares.take(tenant):

@@ -34,12 +34,16 @@ _REFUSED: Final[Mapping[str, str]] = {
     **dict.fromkeys(("models", "fallbacks", "route", "provider"), _UNPRICED),  # of gateways
     **dict.fromkeys(("speed", "inference_geo"), _UNPRICED),  # Anthropic's
     **dict.fromkeys(("api_base", "base_url", "api_key", "user_config"), _INSIDE),  # LiteLLM's
+    **dict.fromkeys(("extra_headers", "organization", "custom_llm_provider"), _INSIDE),
     **dict.fromkeys(("kv_transfer_params", "priority", "request_id"), _INSIDE),  # vLLM's
     **dict.fromkeys(("bootstrap_host", "bootstrap_room", "rid", "lora_path"), _INSIDE),  # SGLang's
     "custom_logit_processor": _INSIDE,
+    "tools": "an advisor is another model, with another price.",
 }
 # By which the endpoint reads more than the body has.
 _READERS = ("mcp_servers", "plugins", "web_search_options", "data_sources")
+_SUMMARIES = ("context_management", "compaction")  # of the conversation, by a call of its own
+MOST_CALLS: Final = 100  # of a model in one answer
 _OWN_TOOLS = ("function", "custom", None)
 # Parts whose tokens have nothing to do with their bytes.
 _MEDIA = re.compile(
@@ -94,7 +98,9 @@ class PassedBody(LabelledBody):
                 param="n",
             )
         kept = self.prompt if isinstance(self.prompt, Mapping) else None  # of Responses
-        given = {**(self.model_extra or {}), "prompt": kept}
+        extra = self.model_extra or {}
+        asks = any(str(kind).startswith("advisor_") for kind in _kinds_of(extra.get("tools")))
+        given = {**extra, "prompt": kept, "tools": asks}
         for name, why in _REFUSED.items():
             if given.get(name):
                 raise Unsupported(
@@ -102,6 +108,11 @@ class PassedBody(LabelledBody):
                     f"{why} Leave it out.",
                     param=name,
                 )
+
+
+def _kinds_of(tools: object) -> list[object]:
+    offered = tools if isinstance(tools, list) else []
+    return [each.get("type") for each in offered if isinstance(each, Mapping)]
 
 
 def labels_of(document: Mapping[str, Any], protocol: ClientProtocol) -> Mapping[str, Any]:
@@ -156,14 +167,22 @@ class Ascent:
     def most_tokens(self, context: int, num_prompts: int) -> int:
         """Tokens that the prompts have at most: a token has a byte or more, and a template adds
         some. Images and what the endpoint's own tools read may be as long as the context."""
-        tools = self.document.get("tools")
-        offered = tools if isinstance(tools, list) else []
-        kinds = {each.get("type") for each in offered if isinstance(each, Mapping)}
         data = orjson.dumps(self.document)
-        reads = any(self.document.get(name) for name in _READERS)
-        if reads or kinds - set(_OWN_TOOLS) or _MEDIA.search(data):
+        if self._reads or _MEDIA.search(data):
             return context * num_prompts
         return min(len(data) + TEMPLATE_TOKENS * num_prompts, context * num_prompts)
+
+    def most_of_calls(self, context: int) -> int:
+        """Tokens at most if the endpoint may ask the model several times, and counts each prompt;
+        else 0."""
+        several = self._reads or any(self.document.get(name) for name in _SUMMARIES)
+        return MOST_CALLS * context if several else 0
+
+    @property
+    def _reads(self) -> bool:
+        """Whether the endpoint has tools of its own to read with."""
+        own = any(kind not in _OWN_TOOLS for kind in _kinds_of(self.document.get("tools")))
+        return own or any(self.document.get(name) for name in _READERS)
 
     def _digest(self, name: str, value: str) -> str:
         return xxhash.xxh3_128_hexdigest(b"\0".join((self.salt, name.encode(), value.encode())))

@@ -24,6 +24,7 @@ from engine.errors import RemoteAway, RemoteFault
 from engine.remote.client import (
     BROKE_OFF,
     ENDED_IN_ERROR,
+    OF_THE_BODY,
     TOO_LONG,
     UNREADABLE,
     EngineCall,
@@ -65,6 +66,7 @@ class Passage:
         self.answered = False  # and no other is to be sent
         self._is_complete = False  # its last event came, or all of it
         self._finished: set[str] = set()
+        self._most_prompt = job.prompt_most
         self._num_sent = 0  # tokens at least
         self._most_sent = 0  # tokens at most
         self._end_bytes = 0
@@ -103,7 +105,7 @@ class Passage:
             return EMPTY
         return billed(
             self._reader.counted,
-            most_prompt=self.job.prompt_most,
+            most_prompt=self._most_prompt,
             sent=self._num_sent,
             most_output=self._covered,
         )
@@ -151,16 +153,17 @@ class Passage:
     async def _events(self) -> AsyncGenerator[list[bytes]]:
         """The events of the answer as they come, or its body."""
         sites, failed = self._ascent.endpoint.sites, None
+        told: RemoteFault = RemoteAway("No engine of the model answers.")
         while (site := sites.pick(but=failed)) is not None:
             try:
                 async for events in self._events_of(site):
                     yield events
                 return
-            except RemoteFault:
-                if self._has_begun or failed is not None or len(sites.each) == 1:
+            except RemoteFault as fault:
+                if self._has_begun or failed is not None:
                     raise
-                failed = site  # before the first byte another is tried, once
-        raise RemoteAway("No engine of the model answers.")
+                failed, told = site, fault  # before the first byte another is tried, once
+        raise told
 
     async def _events_of(self, site: Upstream) -> AsyncGenerator[list[bytes]]:
         self._site, self._is_asked = site, False
@@ -171,7 +174,7 @@ class Passage:
                 self._asked = answer.asked
                 if answer.status != 200:
                     self._is_asked = False
-                    if answer.status < 500:  # a body that it refuses is no fault of its own
+                    if answer.status in OF_THE_BODY:  # that is no fault of its own
                         site.answered()
                     said = await answer.whole(MAX_REFUSAL_BYTES)
                     raise refusal_of(answer, said)
@@ -271,11 +274,15 @@ class Passage:
         """Raises RemoteFault for an answer that broke off. Covers output that was not seen."""
         if not (self._is_complete or self._is_ending):
             raise self._asked.fault("its answer has no end", BROKE_OFF)
-        most = self.job.model.max_context * self.job.num_choices
-        told = min(self._reader.counted.output or 0, most)
-        if told > self._covered:  # the endpoint does not know the limit that was given
-            self._charge.exceed(told)
-            self._covered = told
+        context, told = self.job.model.max_context, self._reader.counted
+        prompt, held = told.prompt or 0, self._most_prompt
+        is_longer = held < prompt <= self._ascent.most_of_calls(context)
+        if is_longer and await self._charge.cover_prompt(prompt, held, self._sent):
+            self._most_prompt = prompt
+        output = min(told.output or 0, context * self.job.num_choices)
+        if output > self._covered:  # the endpoint does not know the limit that was given
+            self._charge.exceed(output)
+            self._covered = output
         usage, site = self.usage(), self._site
         self._covered = await self._cover(usage.output)
         assert site is not None, "it answered"

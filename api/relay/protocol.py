@@ -121,15 +121,10 @@ class ClientProtocol:
 
 
 CHAT: Final = ClientProtocol(
-    path="/v1/chat/completions",
-    asks_for_usage=True,
-    limits=("max_tokens", "max_completion_tokens"),
+    path="/v1/chat/completions", asks_for_usage=True, limits=("max_tokens", "max_completion_tokens")
 )
 COMPLETIONS: Final = ClientProtocol(path="/v1/completions", asks_for_usage=True)
 MESSAGES: Final = ClientProtocol(path="/v1/messages", answer=_PassedMessage, is_messages=True)
 RESPONSES: Final = ClientProtocol(
-    path="/v1/responses",
-    answer=_PassedResponse,
-    keeps_answers=True,
-    limits=("max_output_tokens",),
+    path="/v1/responses", answer=_PassedResponse, keeps_answers=True, limits=("max_output_tokens",)
 )

@@ -86,6 +86,8 @@ _LLAMA = Shape(  # llama-server without usage
     includes=False,
 )
 SHAPES: Final = (_OPENAI, _LLAMA)  # those with a prompt's field of their own
+# Calls of a model that Anthropic lists in `iterations` alone: its other counts have the rest.
+LISTED_ALONE: Final = ("compaction", "advisor_message")
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +151,11 @@ def counted(said: Mapping[str, Any], *, excludes: bool = False) -> Counted:
     shape = _shape_of(said, excludes)
     if shape is None:
         return NOTHING
+    calls = said.get("iterations") if shape is _ANTHROPIC else None
+    found = [each for each in calls if isinstance(each, Mapping)] if isinstance(calls, list) else []
+    if listed := [each for each in found if each.get("type") in LISTED_ALONE]:
+        rest = {**said, "iterations": None}
+        return _sum([counted(each, excludes=True) for each in (rest, *listed)])
     try:
         prompt = _one(said, (shape.prompt,))
         output = _output(said, shape, prompt)
@@ -205,6 +212,21 @@ def _classes(said: Mapping[str, Any], shape: Shape, prompt: int, output: int | N
     if cached is None:
         return Counted(prompt, None, 0, 0, output)
     return Counted(prompt, _by_tier(said, shape, cached), written, written_1h, output)
+
+
+def _sum(calls: Sequence[Counted]) -> Counted:
+    """Of several calls. What is not known of one is not known of them all."""
+    if any(each.prompt is None or each.output is None for each in calls):
+        return NOTHING
+    hits = [each.hits for each in calls if each.hits is not None]
+    told = {tier: sum(each.get(tier, 0) for each in hits) for tier in TierName}
+    return Counted(
+        sum(each.prompt or 0 for each in calls),
+        told if len(hits) == len(calls) else None,
+        sum(each.written for each in calls),
+        sum(each.written_1h for each in calls),
+        sum(each.output or 0 for each in calls),
+    )
 
 
 def _by_tier(said: Mapping[str, Any], shape: Shape, cached: int) -> Mapping[TierName, int]:

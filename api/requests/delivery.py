@@ -107,10 +107,6 @@ class Delivery:
         self._gone = True
         self.generation.cancel()
 
-    def server_stops(self) -> None:
-        """Ends the answer with an error that says so. Its client may still read it."""
-        self.generation.fail("the server is stopping")
-
     async def run(self, send: Send) -> None:
         """Delivers, settles and reports; returns when all of the request is released."""
         held, bill, error = list[Delta](), None, None
@@ -271,7 +267,7 @@ class DeliveryResponse(Response):
         try:
             await asyncio.shield(delivery)
         except asyncio.CancelledError:  # the server has waited for running requests long enough
-            self._delivery.server_stops()
+            self._delivery.generation.fail("the server is stopping")  # its client may still read
             await asyncio.shield(delivery)
         finally:
             watcher.cancel()

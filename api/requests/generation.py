@@ -7,7 +7,7 @@ do not. Tokens that the hold does not cover never count. Event loop only.
 """
 
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import add
@@ -246,7 +246,11 @@ class Generation:
         return sum(choice.num_tokens for part in self._parts.values() for choice in part.choices)
 
     async def _read(self, outputs: Sequence[StepOutput]) -> list[Delta]:
-        live = self._live_tokens(outputs)
+        live = sum(
+            len(output.tokens)
+            for output in outputs
+            if self._parts[output.request_id].choices[output.index].finish is None
+        )
         sent = self.output_tokens
         covered = await self._cover(sent + live) if live else sent
         allowance = covered - sent
@@ -266,13 +270,6 @@ class Generation:
             texts.append(delta.text)
             tokens += delta.tokens
         return deltas
-
-    def _live_tokens(self, outputs: Iterable[StepOutput]) -> int:
-        return sum(
-            len(output.tokens)
-            for output in outputs
-            if self._parts[output.request_id].choices[output.index].finish is None
-        )
 
     def _note(self, part: _Part, output: StepOutput) -> None:
         part.counts = output.counts

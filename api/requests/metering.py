@@ -34,6 +34,7 @@ Made = TypeVar("Made")
 
 SLICE_TOKENS = 256  # output tokens of one choice held at a time
 RENEWALS_PER_LEASE = 4
+LAPSED = "The hold of this request was not renewed in time."
 
 
 Receipts = Callable[[Settled], Mapping[str, Any]]
@@ -179,6 +180,23 @@ class LedgerCharge:
         self._slice = max(self._slice, output_tokens - self._covered)
         self._most = max(self._most, output_tokens)
 
+    async def cover_prompt(self, tokens: int, held: int, progress: Callable[[], Usage]) -> bool:
+        """Whether a prompt of this length is paid for, which an engine elsewhere counted after less
+        was `held`."""
+        was, output = self._hold.pinned, self._covered
+        pinned = self._repin(tokens) if self._repin else was
+        amount = hold_amount(pinned, prompt_tokens=tokens, output_tokens=output)
+        more = max(0, amount - hold_amount(was, prompt_tokens=held, output_tokens=output))
+        usage, lease_s = progress(), self._lease_s
+        try:
+            await durable(self._ledger.top_up(self._hold, more, usage=usage, ttl_s=lease_s))
+        except (InsufficientBalance, SpendLimitReached):
+            return False
+        except UnknownHold:
+            raise GenerationFailed(LAPSED) from None
+        self._hold = replace(self._hold, pinned=pinned)
+        return True
+
     @property
     def service_tier(self) -> str:
         """The requested service tier, if its price is the request's; else empty."""
@@ -270,7 +288,7 @@ class LedgerCharge:
         except (InsufficientBalance, SpendLimitReached) as refusal:
             self.refusal = refusal
         except UnknownHold:
-            raise GenerationFailed("The hold of this request was not renewed in time.") from None
+            raise GenerationFailed(LAPSED) from None
 
     async def _let_slice_end(self) -> None:
         """Awaits the pending slice, so that its result is read. The ledger takes commands in

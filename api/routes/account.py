@@ -35,10 +35,7 @@ async def user_balance(request: Request) -> dict[str, Any]:
         "granted_balance": format_units(account.granted),
         "topped_up_balance": format_units(topped_up),
     }
-    return {
-        "is_available": not account.suspended and has_money,
-        "balance_infos": [balance],
-    }
+    return {"is_available": not account.suspended and has_money, "balance_infos": [balance]}
 
 
 @router.get("/v1/receipts/keys", tags=["receipts"])

@@ -30,11 +30,7 @@ SESSION_CHARS = 256  # limit of a client's name for its conversation
 
 
 async def chat_of(
-    arrival: Arrival,
-    body: ChatBody,
-    *,
-    replays: bool = False,
-    limit: str | None = None,
+    arrival: Arrival, body: ChatBody, *, replays: bool = False, limit: str | None = None
 ) -> tuple[Job, Callable[[], Reply]]:
     """What a body asks to generate, and how to read each choice of the answer. In stages: find the
     model, render, tokenise, limit, keep.

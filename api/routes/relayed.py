@@ -41,8 +41,7 @@ async def relayed(arrival: Arrival, protocol: ClientProtocol) -> Response | None
         model=model,
         prompts=(),
         params=SamplingParams(
-            n=body.num_choices,
-            max_tokens=body.max_output(model.max_context, protocol.limits),
+            n=body.num_choices, max_tokens=body.max_output(model.max_context, protocol.limits)
         ),
         tenant=tenant,
         scope=scope,

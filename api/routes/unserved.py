@@ -54,7 +54,7 @@ async def refuse(request: Request) -> None:
     models = ", ".join(f"'{model}'" for model in wire_of(request).inference.models)
     raise NotServed(
         f"/v1/{name} is not served here: {UNSERVED[name]}. This server has "
-        f"/v1/chat/completions, /v1/responses, /v1/messages and /v1/completions, with {models}.",
+        f"/v1/chat/completions, /v1/responses, /v1/messages and /v1/completions, with {models}."
     )
 
 

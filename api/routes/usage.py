@@ -67,11 +67,7 @@ async def usage(
 
 @router.get("/v1/usage/sessions", response_model=None)
 async def sessions(
-    request: Request,
-    since: Day = None,
-    until: Day = None,
-    limit: Most = 100,
-    form: Form = "json",
+    request: Request, since: Day = None, until: Day = None, limit: Most = 100, form: Form = "json"
 ) -> list[Row] | Response:
     """Your usage by session, latest first."""
     rows = await own(request, session_usage, since=since, until=until, limit=limit)

@@ -7,7 +7,7 @@ table is unknown; it is ignored too. The header X-Cachesvc-Ignored of the answer
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -131,9 +131,7 @@ IGNORED_CHAT: Final[Mapping[str, str]] = {
     "tool_stream": "the arguments of calls always come in pieces",
     "verbosity": "a hint that no template reads",
 }
-IGNORED_RESPONSES: Final[Mapping[str, str]] = {
-    "stream_options": "streams are never obfuscated",
-}
+IGNORED_RESPONSES: Final[Mapping[str, str]] = {"stream_options": "streams are never obfuscated"}
 IGNORED_MESSAGES: Final[Mapping[str, str]] = {
     "betas": "the header's betas are not needed",
     "billing_policy": "the rate card decides the price",
@@ -173,10 +171,7 @@ def refuse_unserved(given: Mapping[str, Any], *tables: Mapping[str, Unserved]) -
     for table in tables:
         for name in given.keys() & table.keys():
             value, field = given[name], table[name]
-            if value is not None and not _is_among(value, field.neutral):
+            # False is not 0.
+            is_neutral = any(type(value) is type(one) and value == one for one in field.neutral)
+            if value is not None and not is_neutral:
                 raise Unsupported(f"{name} is not served; {field.advice}.", param=name)
-
-
-def _is_among(value: object, neutral: Sequence[object]) -> bool:
-    """Whether a neutral value is equal and of the same type: False is not 0."""
-    return any(type(value) is type(one) and value == one for one in neutral)

@@ -15,10 +15,7 @@ from api.shapes.body import Body, Items
 
 SYSTEM_ROLES: Final = ("system", "developer")
 _IMAGES: Final = frozenset({"image", "image_url", "input_image"})
-_UNSERVED: Final = {
-    "function_call": "send tool_calls",
-    "audio": "send what was said as content",
-}
+_UNSERVED: Final = {"function_call": "send tool_calls", "audio": "send what was said as content"}
 
 Ttl = Literal["5m", "30m", "1h", "12h", "24h"]
 TTL_S: Final[Mapping[str, float]] = {

@@ -29,10 +29,7 @@ _KINDS = {
 def anthropic_error(answer: ErrorAnswer) -> dict[str, Any]:
     """An error in Anthropic's shape; `param` and `code` are this server's additions."""
     other = "invalid_request_error" if answer.status < 500 else "api_error"
-    error: dict[str, Any] = {
-        "type": _KINDS.get(answer.status, other),
-        "message": answer.message,
-    }
+    error: dict[str, Any] = {"type": _KINDS.get(answer.status, other), "message": answer.message}
     error |= {"param": answer.param} if answer.param else {}
     error |= {"code": answer.code} if answer.code else {}
     error |= answer.about

@@ -23,13 +23,7 @@ Keep = Callable[[dict[str, Any], dict[str, Any]], None]  # takes a response and 
 class ResponsesFormat(ItemsFormat):
     """One response. `keep` takes it when it is answered."""
 
-    def __init__(
-        self,
-        job: Job,
-        reply: Reply,
-        body: ResponsesBody,
-        keep: Keep,
-    ) -> None:
+    def __init__(self, job: Job, reply: Reply, body: ResponsesBody, keep: Keep) -> None:
         super().__init__(job, reply)
         self._keep = keep
         self._items: list[dict[str, Any]] = []  # ended

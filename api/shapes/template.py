@@ -68,8 +68,7 @@ def chat_prompt(model: ServedModel, body: ChatBody) -> ChatPrompt:
     template = model.tokenizer.chat_template
     if not model.tokenizer.has_chat_template:
         raise Unsupported(
-            f"The model '{model.name}' has no chat template; use /v1/completions.",
-            param="messages",
+            f"The model '{model.name}' has no chat template; use /v1/completions.", param="messages"
         )
     arguments, tooling = _arguments(body, template), _tooling(body)
     last = body.messages[-1]

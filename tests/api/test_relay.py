@@ -9,7 +9,7 @@ from billing.money import UNITS
 from billing.prices.cards import parse_card
 from cachesvc.config.errors import ConfigError
 from engine.errors import ModelError
-from tests.api.relaying import ALL, charges, paying, relaying, unreported, usages
+from tests.api.relaying import ALL, charges, paying, relaying, unreported, usage_of, usages
 from tests.support.billing import card_text, priced
 from tests.support.remote_engine import event
 from tests.support.stand_in import served
@@ -22,12 +22,14 @@ from tests.support.upstream import (
     PATHS,
     PROMPT,
     RESPONSES,
+    STREAMS,
     USAGE_CHUNK,
     WHOLE,
     UpstreamServer,
     body,
     compact,
     joined,
+    named,
     stream_of,
 )
 
@@ -135,13 +137,6 @@ async def test_log_probabilities_of_an_uncounted_answer_are_no_output(up, tmp_pa
         assert [unreported(**asked) | {"output": len("Hi!")}] == usages(service)
 
 
-async def test_the_key_is_not_in_the_words_of_a_refusal(up, tmp_path):
-    up.status, up.refusal = 400, b'{"error": {"message": "no such plan for sk-inside"}}'
-    async with relaying(tmp_path, up, engine_key="sk-inside") as (_, client):
-        answer = await client.post(CHAT, json=body(CHAT))
-        assert (400, True) == (answer.status_code, "no such plan for ***" in answer.text)
-
-
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
@@ -192,6 +187,8 @@ async def test_no_header_of_the_tenant_goes_up_and_none_of_the_endpoint_comes_do
             else:
                 assert {} == went
             assert "sk-inside" not in answer.text + str(answer.headers)
+        up.status, up.refusal = 400, b'{"error": {"message": "no such plan for sk-inside"}}'
+        assert "no such plan for ***" in (await client.post(CHAT, json=body(CHAT))).text
         stats = (await client.get("/metrics")).text
         assert "sk-inside" not in stats + caplog.text
 
@@ -244,31 +241,50 @@ def _bare(line: str) -> str:
     return head + found + json.dumps(document)
 
 
-@pytest.mark.parametrize("name", ["mcp_servers", "plugins", "web_search_options", "data_sources"])
-async def test_what_makes_the_endpoint_read_more_is_held_for_as_the_whole_context(
-    up, tmp_path, name
+READERS = ("mcp_servers", "plugins", "web_search_options", "data_sources")
+
+
+async def test_what_makes_the_prompt_longer_than_its_bytes_is_held_for_as_the_whole_context(
+    up, tmp_path
 ):
-    up.whole[CHAT] = compact({**WHOLE[CHAT], "usage": None})
-    async with relaying(tmp_path, up) as (service, client):
-        for given in ([{"id": "web"}], None):
-            answer = await client.post(CHAT, json=body(CHAT, **{name: given}))
-            assert 200 == answer.status_code, answer.text
-        first, second = usages(service)
-        assert CONTEXT == first["miss"] > second["miss"]
-
-
-async def test_images_are_held_for_as_the_whole_context(up, tmp_path):
-    """Their bytes tell nothing of their tokens. A text that speaks of images is a text."""
+    """Images and what the endpoint reads itself. A text that speaks of images is a text."""
     up.whole[CHAT] = compact({**WHOLE[CHAT], "usage": None})
     image = {"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}
     shot = {"type": "tool_result", "tool_use_id": "t", "content": [{"type": "image"}]}
-    spoken = '{"type":"image_url","image_url":{"url":"x"}}'
+    spoken = {"type": "text", "text": '{"type":"image_url","image_url":{"url":"x"}}'}
+    said = [[{"role": "user", "content": [part]}] for part in (image, shot, spoken)]
+    long = [{"messages": each} for each in said[:2]] + [{name: [{"id": "w"}]} for name in READERS]
+    short = [{"messages": said[2]}, *({name: None} for name in READERS)]
     async with relaying(tmp_path, up) as (service, client):
-        for part in (image, shot, {"type": "text", "text": spoken}):
-            asked = body(CHAT, messages=[{"role": "user", "content": [part]}])
-            assert 200 == (await client.post(CHAT, json=asked)).status_code
-        first, second, third = usages(service)
-        assert CONTEXT == first["miss"] == second["miss"] > third["miss"]
+        for more in long + short:
+            assert 200 == (await client.post(CHAT, json=body(CHAT, **more))).status_code, more
+        misses = [each["miss"] for each in usages(service)]
+        assert {CONTEXT} == set(misses[: len(long)]) and CONTEXT > max(misses[len(long) :])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_prompts_of_several_calls_in_one_answer_are_held_once_they_are_known(
+    up, tmp_path, stream
+):
+    """Together they may be longer than the context. A body of one call cannot be."""
+    told = {"input_tokens": 100, "cache_read_input_tokens": 2 * CONTEXT, "output_tokens": OUTPUT}
+    up.whole[MESSAGES] = compact({**WHOLE[MESSAGES], "usage": told})
+    head, text, end, _, done = STREAMS[MESSAGES]
+    up.script[MESSAGES] = [*head, *text, *end, named("message_delta", usage=told), *done]
+    counted = {"hit_device": 2 * CONTEXT, "miss": 100, "output": OUTPUT}
+    tools = {"tools": [{"type": ["odd"]}, {"type": "web_search_20250305", "name": "web_search"}]}
+    summary = {"context_management": {"edits": [{"type": "compact_20260112"}]}}
+    cases = [("rich", tools, True), ("too", summary, True), ("one", {}, False)]
+    async with relaying(tmp_path, up) as (service, client):
+        for name, more, is_counted in (*cases, ("poor", summary, False)):
+            asked = body(MESSAGES, stream=stream, **more)
+            units = 10**6 * CONTEXT * (2 if name == "poor" else 40)
+            answer = await client.post(MESSAGES, json=asked, headers=paying(service, units, name))
+            assert 200 == answer.status_code, answer.text
+            (entry,) = charges(service, name)
+            expected = counted if is_counted else unreported(**asked) | {"output": OUTPUT}
+            assert expected == usage_of(entry), name
+            assert 0 <= service._money.accounts.tenant(name).balance
 
 
 REFUSED: tuple[dict[str, Any], ...] = (
@@ -281,6 +297,8 @@ REFUSED: tuple[dict[str, Any], ...] = (
     {"fallbacks": ["gpt-5-pro"]},
     {"provider": {"order": ["dear"]}},
     {"speed": "fast"},
+    {"tools": [{"type": "advisor_20260301", "model": "dear"}]},
+    {"extra_headers": {"authorization": "mine"}},
     {"inference_geo": "us"},
     {"api_base": "http://10.0.0.1"},
     {"kv_transfer_params": {"remote_block_ids": [1]}},

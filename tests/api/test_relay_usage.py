@@ -40,6 +40,11 @@ def message(rest: int | None, output: int, read: int | None, wrote: Any = 0, **m
     return {"usage": {**counts, "cache_creation_input_tokens": wrote, **more}}
 
 
+def call(kind: str, *counts: int) -> Said:
+    """One of several in an answer of Anthropic's."""
+    return {"type": kind, **message(*counts[:2], *(counts[2:] or (0, 0)))["usage"]}
+
+
 def timings(cached: int, computed: int, output: int, **more: Any) -> Said:
     """Beside the usage, in llama.cpp's."""
     return {"timings": {"cache_n": cached, "prompt_n": computed, "predicted_n": output, **more}}
@@ -64,6 +69,10 @@ WRITES: Mapping[str, Said] = {
     },
     "OpenRouter": usage(1000, 50, **details(**WRITE, audio_tokens=0), cost=0.00123, is_byok=False),
     "Anthropic": message(60, 50, 640, 300, **kept(300, 0), service_tier="standard"),
+    "Anthropic that summed up before": message(
+        50, 40, 600, 280, iterations=[call("message", 50, 40), call("compaction", 10, 10, 40, 20)]
+    ),
+    "Anthropic's summary": message(0, 0, 0, 0, iterations=[call("compaction", 60, 50, 640, 300)]),
     "LiteLLM before Anthropic": usage(
         1000, 50, **details(cached_tokens=640, text_tokens=None), **OF_LITELLM
     ),
@@ -107,6 +116,7 @@ IN_STREAMS: Mapping[str, list[Said]] = {
         {"type": "response.completed", "response": response(1000, 50, cached_tokens=640)},
     ],
 }
+SUMMARY = call("compaction", 60, 10, 40, 0)
 BEGUN: Said = {"type": "message_start", "message": READS["Anthropic"] | {"role": "assistant"}}
 MESSAGES: Mapping[str, list[Said]] = {
     "the prompt at the start, the output at the end": [
@@ -120,6 +130,10 @@ MESSAGES: Mapping[str, list[Said]] = {
     "another prompt at the end, which counts": [
         {"type": "message_start", "message": {"usage": {"input_tokens": 9, "output_tokens": 1}}},
         {"type": "message_delta", **READS["Anthropic"]},
+    ],
+    "a summary before, told at the end": [
+        {"type": "message_start", "message": {**message(300, 1, 600, 0), "role": "assistant"}},
+        {"type": "message_delta", **message(300, 40, 600, iterations=[SUMMARY])},
     ],
     "null at the end, which says nothing": [
         BEGUN,
@@ -162,6 +176,10 @@ CANNOT_BE: Mapping[str, tuple[list[Said], Counted]] = {
     "Anthropic's negative read": (
         [{"usage": {"input_tokens": 5, "cache_read_input_tokens": -1, "output_tokens": 3}}],
         Counted(output=3),
+    ),
+    "Anthropic's summary without its prompt": (
+        [message(5, 3, 0, 0, iterations=[{"type": "compaction", "output_tokens": 4}])],
+        NOTHING,
     ),
     "Anthropic's hour above its writes": (
         [message(5, 3, 0, 7, cache_creation={"ephemeral_1h_input_tokens": 8})],

@@ -94,7 +94,7 @@ async def test_tenants_take_turns() -> None:
     gated.gate.set()
     await asyncio.gather(*tasks)
     assert ["a0", "a1", "b0", "c0", "a2", "b1", "a3"] == gated.order
-    assert 0 == gated.pool.num_pending
+    assert 0 == gated.pool._shares.used
     gated.pool.close()
 
 
@@ -122,11 +122,11 @@ async def test_who_leaves_while_waiting_gives_the_place_back() -> None:
     waiting.cancel()
     running.cancel()  # its work goes on to the end
     await asyncio.wait([waiting, running])
-    assert 2 == gated.pool.num_pending
+    assert 2 == gated.pool._shares.used
     gated.gate.set()
     assert "a2" == await last
     assert ["a0", "a2"] == gated.order
-    assert 0 == gated.pool.num_pending
+    assert 0 == gated.pool._shares.used
     gated.pool.close()
 
 

@@ -118,8 +118,7 @@ def _sums(days: list[Revenue]) -> dict[str, dict[str, Any]]:
     sums: dict[str, dict[str, Any]] = {}
     for day in days:
         total = sums.setdefault(
-            day.currency,
-            dict.fromkeys(("charged", "saved", "requests", "peak", *day.amounts), 0),
+            day.currency, dict.fromkeys(("charged", "saved", "requests", "peak", *day.amounts), 0)
         )
         total["peak"] = max(total["peak"], day.charged)
         total["charged"] += day.charged
