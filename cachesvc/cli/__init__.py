@@ -84,6 +84,8 @@ def _explain_removed(error: Any) -> None:
     name, context = getattr(error, "option_name", None), getattr(error, "ctx", None)
     if name and context and (instead := instead_of(context, name)):
         error.message, error.possibilities = f"{name} was removed: {instead}", None
+    if context and "extra argument" in str(error) and context.info_name == "explain":
+        error.message = f"explain of two requests was removed: {instead_of(context.parent, 'diff')}"
 
 
 def _explain_removed_value(error: typer.BadParameter) -> None:

@@ -27,6 +27,7 @@ FLAG = "flag"  # the origin of an option of the command line
 ENV_CONFIG = "CACHESVC_CONFIG"  # names the file, as --config does
 SECRETS = frozenset({"engine.key"})  # shown nowhere
 _PASSWORD = re.compile(r"(:/{1,2}[^:/@]*:)[^\n]*@")  # also where a slash of the URL is forgotten
+_QUERY = re.compile(r"([?&][^=&\s]*(?:key|token|secret|password|sign|cred)[^=&\s]*=)[^&\s]+", re.I)
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,5 +242,6 @@ def _explain(error: ValidationError, origins: Mapping[str, str]) -> str:
 
 
 def without_passwords(text: str) -> str:
-    """The text with the password of a URL in it masked, and all else before the last `@`."""
-    return _PASSWORD.sub(r"\1***@", text)
+    """The text with the password of a URL in it masked, all else before the last `@`, and the
+    values of its query that are named as secrets are."""
+    return _QUERY.sub(r"\1***", _PASSWORD.sub(r"\1***@", text))

@@ -139,7 +139,8 @@ class Money:
                 line = signed_heads(self.books.store, self.books.signer, time.time_ns())
                 send_heads(line, self.heads_to)
         except BillingError as error:
-            logger.error(f"{error}; until it can, nothing proves that no tail was cut off")
+            told = without_passwords(str(error))
+            logger.error(f"{told}; until it can, nothing proves that no tail was cut off")
 
     def _receipt(self, settled: Settled) -> Mapping[str, Any]:
         return self.books.signer.sign(describe(settled.entry, self.accounts.book))

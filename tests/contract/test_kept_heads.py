@@ -74,6 +74,8 @@ def test_an_unreachable_place_is_reported(tmp_path):
         verify = ["ledger", "verify", "--heads", wrong, "--data-dir", str(tmp_path)]
         open_store(f"sqlite:///{tmp_path}/ledger.sqlite3").close()
         assert "cannot be read" in said(*verify, code=1)
+    verify[3] = "s3://bucket/heads"
+    assert "heads in a bucket were removed" in said(*verify, code=1)
 
 
 def test_a_bucket_is_refused_by_name():

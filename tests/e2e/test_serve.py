@@ -60,6 +60,7 @@ def test_hits_come_from_the_device_then_after_a_restart_from_disk(data_dir):
         process.send_signal(signal.SIGTERM)
         assert 0 == process.wait(PATIENCE_S)
     log = (data_dir / "serve.log").read_text()
+    assert "cache.disk_bytes = 256MiB" in log, "what is not the default is told"
     assert "it/s]" not in log, "a library drew a progress bar into the log"
     assert "stopped; the tiers were flushed" in log.splitlines()[-1]
 

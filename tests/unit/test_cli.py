@@ -79,6 +79,7 @@ REMOVED_VALUES_OF = {"tenants budget b acme 5": "per", "usage --statement x": "f
 @pytest.mark.parametrize(
     ("words", "name", "instead"),
     [
+        ("explain a b", "explain of two requests", REMOVED["diff"]),
         *(
             (f"{typed} 1", typed.split()[-1], instead)
             for typed, instead in REMOVED.items()

@@ -184,6 +184,10 @@ def test_where_events_go_is_an_address_or_a_table(tmp_path, monkeypatch):
         ("[cache]\nremote_url = ['redis://me:ge@heim@host']\n", r"redis://me:\*\*\*@host"),
         ("[server]\nport = 'redis:/:ge/heim@host'\n", r"redis:/:\*\*\*@host"),
         ("[cache]\nwrite_policy = 'redis://me:geheim@host/0'\n", r"redis://me:\*\*\*@host/0"),
+        (
+            "[server]\nport = 's3://b/p?a=b&my_SECRET_key=heim&c=d'\n",
+            r"a=b&my_SECRET_key=\*\*\*&c=d",
+        ),
         ("[engine]\nkey = 'geheim und lang'\n", r"engine.key = \*\*\* .*: a key has no spaces"),
         ("[[models]]\nkey = 'geheim und lang'\n", r"models = \*\*\* .*table 1: key: a key has no"),
         (f"{A}{A}key = 'geheim'\n", r"models \(from .*two models are called 'a'"),

@@ -206,6 +206,8 @@ def _word(values: Document, name: str) -> str:
 
 def _kept(where: str) -> bytes:
     """All lines of a file or a URL. Raises `ExportError`."""
+    if where.startswith("s3://"):
+        raise ExportError("heads in a bucket were removed: copy them to a file, and name that")
     try:
         if where.startswith(("http://", "https://")):
             with urllib.request.urlopen(where, timeout=HEADS_S) as answer:  # noqa: S310
