@@ -141,10 +141,7 @@ class Engine:
         return self._intake.predicted_wait_s(share, num_tokens)
 
     def abort(
-        self,
-        request_id: str,
-        reason: FinishReason = FinishReason.ABORT,
-        index: int | None = None,
+        self, request_id: str, reason: FinishReason = FinishReason.ABORT, index: int | None = None
     ) -> None:
         """End a request early, or one sequence of it. The last output carries `reason`.
 

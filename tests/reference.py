@@ -146,12 +146,7 @@ def _fields() -> str:
 
 def _errors() -> str:
     rows = [
-        (
-            str(row.status),
-            f"`{row.code}`",
-            f"`{row.type}`",
-            " ".join((error.__doc__ or "").split()),
-        )
+        (str(row.status), f"`{row.code}`", f"`{row.type}`", " ".join((error.__doc__ or "").split()))
         for error, row in TABLE.items()
     ]
     rows.append((str(UNEXPECTED.status), f"`{UNEXPECTED.code}`", f"`{UNEXPECTED.type}`", "A bug."))

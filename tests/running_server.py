@@ -34,9 +34,5 @@ def listening(app):
 def announcing(data_dir, parts, house):
     """One over fakes, announced in a data directory as `serve` does."""
     app = create_app(house.wire, admin=parts)
-    with (
-        contextlib.closing(house),
-        listening(app) as url,
-        announced(data_dir, url, OPERATOR_TOKEN),
-    ):
+    with contextlib.closing(house), listening(app) as url, announced(data_dir, url, OPERATOR_TOKEN):
         yield

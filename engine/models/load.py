@@ -58,10 +58,7 @@ UNBOUNDED = 1 << 20  # the context of a model whose config names none, as of Mam
 # Kinds of layers (`config.layer_types`) whose state is the KV of each token, a recurrent state,
 # both or nothing.
 _PAGED_LAYERS = frozenset(
-    {
-        *("full_attention", "sliding_attention", "linear_attention"),
-        *("hybrid", "moe", "mlp"),
-    }
+    {*("full_attention", "sliding_attention", "linear_attention"), *("hybrid", "moe", "mlp")}
 )
 # What only other engines compute, by the field of the config that asks for it.
 _ELSEWHERE = {
@@ -128,12 +125,7 @@ class LoadedModel:
 
 
 def load_model(
-    name: str,
-    *,
-    device: str,
-    dtype: str,
-    cache_dir: Path,
-    progress: Progress | None = None,
+    name: str, *, device: str, dtype: str, cache_dir: Path, progress: Progress | None = None
 ) -> LoadedModel:
     """Load the model `name`: an alias, a folder (safetensors or GGUF), a GGUF file, or a hub id.
 

@@ -29,11 +29,7 @@ class IncrementalDetokenizer:
     """
 
     def __init__(
-        self,
-        tokenizer: TokenBytes,
-        stop: Sequence[str] = (),
-        *,
-        shown: Collection[str] = (),
+        self, tokenizer: TokenBytes, stop: Sequence[str] = (), *, shown: Collection[str] = ()
     ) -> None:
         """`shown`: special tokens to include in the text."""
         self._tokenizer = tokenizer

@@ -129,8 +129,7 @@ class Tokenizer:
             )
         except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
             raise RequestError(
-                f"the model's chat template cannot render these messages: {error}",
-                param="messages",
+                f"the model's chat template cannot render these messages: {error}", param="messages"
             ) from error
         assert isinstance(rendered, str), type(rendered)
         return rendered

@@ -231,10 +231,8 @@ async def test_a_model_whose_engine_is_away_at_the_start_is_served_once_that_is_
         up.cards, up.lists = [up.cards[0]], 200
         await until(up.url, None)
         assert 200 == (await client.post(CHAT, json=body(CHAT, model="one"))).status_code
-        assert (
-            dict.fromkeys(["there", "one", *["small"] * main], "ready")
-            == (await client.get("/health/ready")).json()["models"]
-        )
+        ready = (await client.get("/health/ready")).json()["models"]
+        assert dict.fromkeys(["there", "one", *["small"] * main], "ready") == ready
 
 
 async def test_a_server_of_several_models_starts_with_one_of_them_at_least(
@@ -289,10 +287,7 @@ async def ask(client, model):
 async def test_adapters_are_models_beside_their_parent(folders, tmp_path):
     base = str(folders / "model")
     adapters = {"sql": str(folders / "a0"), "legal": str(folders / "a1")}
-    async with serving(tmp_path / "data", folders / "model", model_adapters=adapters) as (
-        _,
-        client,
-    ):
+    async with serving(tmp_path, folders / "model", model_adapters=adapters) as (_, client):
         cards = (await client.get("/v1/models")).json()["data"]
         assert [(base, None), ("sql", base), ("legal", base)] == [
             (card["id"], card["parent"]) for card in cards
@@ -311,10 +306,7 @@ async def test_adapters_are_models_beside_their_parent(folders, tmp_path):
         assert "'sql', 'legal'" in refused.json()["error"]["message"]
     # After a restart the names have changed hands; what is on disk goes by content.
     adapters = {"sql": str(folders / "a1"), "new": str(folders / "a0")}
-    async with serving(tmp_path / "data", folders / "model", model_adapters=adapters) as (
-        _,
-        client,
-    ):
+    async with serving(tmp_path, folders / "model", model_adapters=adapters) as (_, client):
         for name, before in (("sql", "legal"), ("new", "sql"), (base, base)):
             text, answer = await ask(client, name)
             assert cold[before][0] == text

@@ -51,8 +51,7 @@ class Life:
         self.storage = FaultyStorage()
         self.num_shards = self.random.choice([1, 1, 2])
         self.settings = DiskSettings(
-            moves=self.random.choice([False, True]),
-            idle_ttl_s=self.random.choice([None, 5000]),
+            moves=self.random.choice([False, True]), idle_ttl_s=self.random.choice([None, 5000])
         )
         self.frames = take(FrameArena(LAYOUT, CHAIN_BLOCKS + 1), CHAIN_BLOCKS + 1)
         self.scopes = [CacheScope(tenant=name) for name in (b"a", b"b")]

@@ -15,9 +15,7 @@ PLACES = 2
 def loaded(device_blocks: int = 60) -> World:
     """All places are taken for long, and OLD stands on disk alone."""
     world = World(
-        max_running=PLACES,
-        device_blocks=device_blocks,
-        write_policy=WritePolicy.WRITE_THROUGH,
+        max_running=PLACES, device_blocks=device_blocks, write_policy=WritePolicy.WRITE_THROUGH
     )
     world.ask("old", OLD, max_tokens=1)
     world.sink()

@@ -155,14 +155,11 @@ class Life:
         wire = replace(
             house.wire,
             access=replace(
-                house.wire.access,
-                limits=WindowLimits(limits, MemoryStorage(), self.places),
+                house.wire.access, limits=WindowLimits(limits, MemoryStorage(), self.places)
             ),
             inference=replace(house.wire.inference, engines=[parts], bridge=bridge),
             settings=replace(
-                house.wire.settings,
-                write_timeout_s=0.1,
-                keepalive_s=chance.choice((0.005, 15.0)),
+                house.wire.settings, write_timeout_s=0.1, keepalive_s=chance.choice((0.005, 15.0))
             ),
         )
         self.house = FakeHouse(wire, cast(Any, self.engine), house.meter)

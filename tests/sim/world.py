@@ -97,9 +97,7 @@ class World:
         self.told = set()
         self.runner = Watched(self.cache, lambda number: self.engine._answers.sequences[number])
         scheduler = SchedulerSettings(
-            max_running=max_running,
-            step_tokens=step_tokens,
-            mixed_step_tokens=step_tokens // 2,
+            max_running=max_running, step_tokens=step_tokens, mixed_step_tokens=step_tokens // 2
         )
         settings = EngineSettings(
             scheduler=scheduler,

@@ -86,8 +86,7 @@ def test_a_step_is_adjusted_as_the_rule_does_row_by_row(data):
 
 
 @given(
-    prompt=st.lists(tokens, max_size=8),
-    steps=st.lists(st.lists(tokens, max_size=3), max_size=6),
+    prompt=st.lists(tokens, max_size=8), steps=st.lists(st.lists(tokens, max_size=3), max_size=6)
 )
 def test_counts_that_follow_a_sequence_are_those_of_its_history(prompt, steps):
     seen, history = SeenTokens(), list(prompt)

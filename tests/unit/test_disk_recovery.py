@@ -138,8 +138,7 @@ def test_closing_does_not_wait_for_a_check(filled):
 
 
 @pytest.mark.parametrize(
-    "error",
-    [lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.PageFullError, lmdb.PanicError],
+    "error", [lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.PageFullError, lmdb.PanicError]
 )
 @pytest.mark.parametrize("operation", ["get", "put", "commit", "begin_write", "delete"])
 def test_an_error_of_lmdb_in_a_sound_shard_costs_no_block(filled, operation, error):

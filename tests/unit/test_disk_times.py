@@ -40,10 +40,8 @@ def cache_over(root, clock=None):
 
 
 def check_times(root, computed, used):
-    assert (
-        times(root)
-        == [(pytest.approx(computed, abs=HOUR / 2), pytest.approx(used, abs=HOUR / 2))] * NUM_BLOCKS
-    )
+    of_each = (pytest.approx(computed, abs=HOUR / 2), pytest.approx(used, abs=HOUR / 2))
+    assert [of_each] * NUM_BLOCKS == times(root)
 
 
 def test_a_flush_at_shutdown_keeps_the_true_times(tmp_path):

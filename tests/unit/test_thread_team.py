@@ -8,15 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.execution.team import (
-    CALM_S,
-    FIRST_REST,
-    LEAST_REST,
-    LONGEST_REST,
-    REST,
-    SAMPLE,
-    ThreadTeam,
-)
+from engine.execution import team
 from engine.execution.waiting import WINDOW_S, Waiting
 from engine.openmp import allowed_processors
 
@@ -27,7 +19,7 @@ class Machine:
     def __init__(self, seconds: Callable[[int, int], float], most: int = 2) -> None:
         self.seconds, self.most = seconds, most
         self.now_s = 1000.0
-        self.team = ThreadTeam(most, resize=lambda _: None, clock_s=lambda: self.now_s)
+        self.team = team.ThreadTeam(most, resize=lambda _: None, clock_s=lambda: self.now_s)
         self.sizes: Counter[int] = Counter()
         self.keys = lambda: 0
 
@@ -52,13 +44,13 @@ def crowded(rows: int, threads: int) -> float:
 
 def test_one_thread_computes_where_two_wait_for_each_other():
     machine = Machine(crowded)
-    machine.steps(FIRST_REST + 12)
+    machine.steps(team.FIRST_REST + 12)
     assert machine.steps(1000)[1] > 990, "a trial that is hopeless ends soon"
 
 
 def test_a_trial_of_a_size_that_is_somewhat_slower_takes_two_steps():
     machine = Machine(lambda rows, threads: rows / (1 if threads == 1 else 1.35))
-    assert 2 == machine.steps(FIRST_REST + 16)[1]
+    assert 2 == machine.steps(team.FIRST_REST + 16)[1]
 
 
 @pytest.mark.parametrize(("best", "most"), [(1, 16), (2, 16), (3, 12), (8, 16), (16, 16)])
@@ -73,18 +65,18 @@ def test_kinds_of_steps_are_judged_apart():
     for _ in range(50):
         machine.steps(10, rows=4)
         machine.steps(1, rows=512)
-    assert machine.steps(10, rows=4)[1] >= 10 - SAMPLE
-    assert machine.steps(10, rows=512)[2] >= 9 - SAMPLE
+    assert machine.steps(10, rows=4)[1] >= 10 - team.SAMPLE
+    assert machine.steps(10, rows=512)[2] >= 9 - team.SAMPLE
 
 
 def test_a_crowd_is_noticed_at_once_and_so_is_its_end():
     machine = Machine(idle)
     machine.steps(2000)
     machine.seconds = crowded
-    assert machine.steps(200)[2] < LEAST_REST + 4 * SAMPLE
+    assert machine.steps(200)[2] < team.LEAST_REST + 4 * team.SAMPLE
     machine.steps(2000)
     machine.seconds = idle
-    assert machine.steps(LONGEST_REST + 100)[2] > 80
+    assert machine.steps(team.LONGEST_REST + 100)[2] > 80
 
 
 class Shared(Machine):
@@ -95,7 +87,7 @@ class Shared(Machine):
         cores = len(allowed_processors())
         super().__init__(self._seconds, max(2, cores))
         waiting = Waiting(others_s=self._others_s, running=lambda: None, clock_s=lambda: self.now_s)
-        self.team = ThreadTeam(
+        self.team = team.ThreadTeam(
             self.most, resize=lambda _: None, clock_s=lambda: self.now_s, waiting=waiting
         )
 
@@ -115,19 +107,19 @@ def test_a_larger_team_is_tried_again_once_others_have_left():
     machine.steps(200)
     assert machine.steps(20)[1] == 20
     machine.used = 0.0
-    machine.steps(int((CALM_S + WINDOW_S) / 0.08) + 40)
+    machine.steps(int((team.CALM_S + WINDOW_S) / 0.08) + 40)
     assert machine.team.size > 1
     assert machine.steps(20)[1] == 0
-    assert LEAST_REST < 40 < REST
+    assert team.LEAST_REST < 40 < team.REST
 
 
 def test_a_kind_of_step_that_is_new_knows_that_others_were_there():
     machine = Shared()
     machine.used = machine.most - 1.0
     machine.steps(200)
-    machine.used, machine.now_s = 0.0, machine.now_s + 2 * CALM_S  # nobody asks meanwhile
+    machine.used, machine.now_s = 0.0, machine.now_s + 2 * team.CALM_S  # nobody asks meanwhile
     machine.keys = lambda: 50_000
-    machine.steps(2 + SAMPLE)
+    machine.steps(2 + team.SAMPLE)
     assert machine.steps(20)[1] == 0
 
 
@@ -145,8 +137,7 @@ def test_steps_of_any_length_are_no_reason_for_endless_trials(longest):
 
 
 @given(
-    st.lists(st.tuples(st.integers(1, 5000), st.floats(0, 100)), max_size=300),
-    st.integers(1, 64),
+    st.lists(st.tuples(st.integers(1, 5000), st.floats(0, 100)), max_size=300), st.integers(1, 64)
 )
 def test_the_size_stays_within_its_bounds_whatever_steps_take(steps, most):
     machine = Machine(lambda rows, threads: 0.0, most)

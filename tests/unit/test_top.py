@@ -37,25 +37,18 @@ def tier(name, fill, capacity, **counters):
 
 def reading(turn=0, **engine):
     """A busy server; each turn is a second later, with more of everything."""
+    waiting = {"num_waiting": 1, "num_loading": 1}
+    tiers = (
+        tier("device", 0.96, GIB, hits=9000 + 120 * turn, stored=50 * turn),
+        tier("host", 0.71, 2 * GIB, hits=700 + 31 * turn, evicted=4 + 3 * turn),
+        tier("disk", 0.22, 8 * GIB, hits=90 + 8 * turn),
+    )
     stats = {
         "version": "0.1.0",
         "model": "smollm2-135m",
         "uptime_s": 11_100.0 + turn,
-        "engine": {
-            "num_running": 3,
-            "num_waiting": 1,
-            "num_loading": 1,
-            "num_preemptions": 0,
-            "failed": None,
-        }
-        | engine,
-        "cache": {
-            "tiers": {
-                "device": tier("device", 0.96, GIB, hits=9000 + 120 * turn, stored=50 * turn),
-                "host": tier("host", 0.71, 2 * GIB, hits=700 + 31 * turn, evicted=4 + 3 * turn),
-                "disk": tier("disk", 0.22, 8 * GIB, hits=90 + 8 * turn),
-            }
-        },
+        "engine": waiting | {"num_running": 3, "num_preemptions": 0, "failed": None} | engine,
+        "cache": {"tiers": {each["name"]: each for each in tiers}},
         "traffic": {"responses": {"200": 5000.0, "402": 2.0, "503": 1.0}},
         "money": {"num_holds": 3, "drift_units": 0},
         "violations": {"blocks": 0},

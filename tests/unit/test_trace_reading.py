@@ -13,11 +13,7 @@ TEXT = (json.dumps(LINE) + "\n\n").encode()
 
 
 @pytest.mark.parametrize(
-    ("name", "data"),
-    [
-        ("t.jsonl", TEXT),
-        ("t.jsonl.gz", gzip.compress(TEXT, mtime=0)),
-    ],
+    ("name", "data"), [("t.jsonl", TEXT), ("t.jsonl.gz", gzip.compress(TEXT, mtime=0))]
 )
 def test_plain_and_gzip_read_alike(tmp_path, name, data):
     path = tmp_path / name

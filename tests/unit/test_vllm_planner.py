@@ -151,8 +151,7 @@ def test_a_block_is_held_when_every_rank_has_its_part(planning, link):
 
 
 @pytest.mark.parametrize(
-    ("bad", "hits"),
-    [({7}, {}), ({8, 9}, {"host": SIZE}), ({9}, {"host": SIZE, "disk": SIZE})],
+    ("bad", "hits"), [({7}, {}), ({8, 9}, {"host": SIZE}), ({9}, {"host": SIZE, "disk": SIZE})]
 )
 def test_a_failed_load_is_not_tried_again_for_its_request(planner, link, bad, hits):
     """The node would promise the same blocks again, and vLLM would ask for ever."""
@@ -499,11 +498,7 @@ def test_blocks_of_a_request_that_is_preempted_are_given_up(planning):
 
 @pytest.mark.parametrize(
     "field",
-    [
-        "pipeline_parallel_size",
-        "decode_context_parallel_size",
-        "prefill_context_parallel_size",
-    ],
+    ["pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"],
 )
 def test_ranks_that_share_neither_layers_nor_blocks_are_refused_by_name(field):
     served = {"tensor_parallel_size": 8, "data_parallel_size": 2, field: 1}

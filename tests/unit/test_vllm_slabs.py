@@ -135,9 +135,7 @@ def test_on_a_gpu_copies_and_launches_follow_the_runs_and_not_layers_times_block
     copier, launches = DeviceCopier(slabs, STRIDE), []
     move = kernel.SlabTable._move
     monkeypatch.setattr(
-        kernel.SlabTable,
-        "_move",
-        lambda self, stage, blocks, gather: launches.append(len(blocks)),
+        kernel.SlabTable, "_move", lambda self, stage, blocks, gather: launches.append(len(blocks))
     )
     frames = [*range(10, 74), *range(80, 144)]
     for copy in (copier.load, copier.save):

@@ -76,9 +76,5 @@ def _asked(engine: str, device: str, small: bool) -> dict[str, Any]:
 
 def _run(*command: object) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
-        [SCRIPT, *map(str, command)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=TIMEOUT_S,
+        [SCRIPT, *map(str, command)], capture_output=True, text=True, check=False, timeout=TIMEOUT_S
     )
