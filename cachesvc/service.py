@@ -211,14 +211,14 @@ class Service:
             thread.shutdown(wait=False)  # it ends with this
             try:
                 core = await durable(making)
-            except asyncio.CancelledError:
-                making.add_done_callback(_close_unused)
-                raise
+                serving = Serving(core, served_models(core, settings.model))
+                data_dir = settings.server.data_dir
+                await asyncio.to_thread(note_scopes, data_dir, serving.models.values())
             except ConfigError as error:
                 raise ModelError(str(error)) from error
-            serving = Serving(core, served_models(core, settings.model))
-            data_dir = settings.server.data_dir
-            await asyncio.to_thread(note_scopes, data_dir, serving.models.values())
+            except BaseException:  # nobody will use what was made, or still is
+                making.add_done_callback(_close_unused)
+                raise
             self.servings[place] = serving
             wire = self._app.state.wire
             engines = list(wire.inference.engines)

@@ -2,9 +2,11 @@
 adapters, which are models beside their parent."""
 
 import asyncio
+import threading
 from collections import Counter
 from contextlib import asynccontextmanager
 from decimal import Decimal
+from unittest.mock import Mock
 
 import anyio
 import pytest
@@ -165,18 +167,11 @@ async def test_a_model_whose_engine_is_away_at_the_start_is_served_once_that_is_
     monkeypatch.setattr(upstreams, "JOIN_S", 0.02)
     for name in ("FIRST_PAUSE_S", "MOST_PAUSE_S"):
         monkeypatch.setattr(breaker, name, 0.02)
-    right, up.lists = engine.about["/version"], 503
+    right, up.lists = engine.about["/version"], 503 if main else 200
     engine.about["/version"] = (503, {})
-    relay = {"engine": f"openai+{up.url}", "served_as": "one"}
-    models = [
-        {"name": str(folder), "served_as": "there", "engine": engine.url},
-        {"name": "inner-one", **relay},
-    ]
-    own = {"name": str(folder), "served_as": "small", "device": "cpu"}
-    if main:
-        models.append(own)
-    else:
-        up.lists = 200
+    there = {"name": str(folder), "served_as": "there", "engine": engine.url}
+    models = [there, {"name": "inner-one", "served_as": "one", "engine": f"openai+{up.url}"}]
+    models += [{"name": str(folder), "served_as": "small", "device": "cpu"}] * main
     waiting = ["there", "one"] if main else ["there"]
     async with serving(tmp_path / "data", None, models=models) as (service, client):
 
@@ -223,8 +218,12 @@ async def test_a_model_whose_engine_is_away_at_the_start_is_served_once_that_is_
         assert "has another tokenizer" in caplog.text
         async for _ in sent(client, "there"):
             assert [] == engine.asked
+        noting = Mock(side_effect=[OSError("the disk is full"), None, None])
+        monkeypatch.setattr("cachesvc.service.note_scopes", noting)
         engine.about["/tokenize"] = tokens
         await until(engine.url, None)
+        names = [each.name for each in threading.enumerate()]
+        assert (2, 1 + main) == (noting.call_count, names.count("cachesvc-engine"))
         answer = await client.post(COMPLETIONS, json=completion("there"))
         assert (200, "there") == (answer.status_code, answer.json()["model"])
         assert (models[0]["served_as"], 100) == (await contexts())[0]
