@@ -294,4 +294,5 @@ def test_a_step_asks_no_store_why_a_prompt_is_cold_and_a_slow_store_is_told(monk
     world.ask("slow", range(20, 40))
     reasons = world.outputs["slow"][0].miss_reasons
     assert {MissReason.SLOWER_THAN_COMPUTE: 16, MissReason.TAIL: 4} == reasons
+    assert 1 == world.cache.stats().loads_refused
     world.tier.close()

@@ -173,7 +173,7 @@ class RemoteTier:
     def _refuse(self, block: BlockId, why: MissReason) -> None:
         """Count an invalid record and delete it, so that a valid one can replace it. Also a valid
         record of another block: it would be found, loaded and refused each time."""
-        self._fault(why, 1, f"block {block.key.hex()} is not as it was written")
+        self._fault(why, f"block {block.key.hex()} is not as it was written")
         self._call(lambda: self._objects.delete([_name(block)]))
 
     # Publishing.
@@ -313,17 +313,16 @@ class RemoteTier:
             answer = work()
         except RemoteError as error:
             self.breaker.failed()
-            self._fault(MissReason.IO_ERROR, 1, str(error))
+            self._fault(MissReason.IO_ERROR, str(error))
             return None
         self.breaker.succeeded()
         return answer
 
-    def _fault(self, why: MissReason, num_blocks: int, what: str = "") -> None:
+    def _fault(self, why: MissReason, what: str) -> None:
         now = time.monotonic()
         with self._lock:
-            if num_blocks:
-                self._faults[why] += num_blocks
-            quiet = not what or now - self._logged_s < LOG_EVERY_S
+            self._faults[why] += 1
+            quiet = now - self._logged_s < LOG_EVERY_S
             if not quiet:
                 self._logged_s = now
         if not quiet:

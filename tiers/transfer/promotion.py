@@ -144,6 +144,7 @@ class Promoter:
         self._match(ticket)  # others may have loaded or computed part of it by now
         if probe.is_slower:
             ticket.stop = MissReason.SLOWER_THAN_COMPUTE
+            self._economy.refused += 1
         start, layout = len(ticket.blocks), self._layout
         end = min(start + probe.held, len(ticket.chain.keys))
         if self._reach:
