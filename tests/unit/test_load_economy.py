@@ -34,9 +34,9 @@ def economy_of(token_s):
     return economy
 
 
-def leading(economy, tiers, **each_s):
+def leading(economy, tiers, start=0, **each_s):
     loads = {TierName(tier): CostLine(0.0, seconds) for tier, seconds in each_s.items()}
-    return economy.worth_leading(tiers, loads, block_bytes=1.0, block_tokens=1)
+    return economy.worth_leading(tiers, loads, block_bytes=1.0, block_tokens=1, start=start)
 
 
 def test_a_cost_has_a_fixed_part_and_one_for_each_unit():
@@ -81,9 +81,8 @@ def test_as_many_blocks_are_loaded_as_save_the_most_time(tiers, disk, num_blocks
 
 def test_the_fixed_part_of_a_load_is_paid_once():
     loads = {DISK: CostLine(3.0, 0.5)}
-    economy = economy_of(1.0)
     found = [
-        economy.worth_leading(tiers, loads, block_bytes=1.0, block_tokens=1)
+        economy_of(1.0).worth_leading(tiers, loads, block_bytes=1.0, block_tokens=1)
         for tiers in ([DISK] * 6, [DISK] * 9, [DISK] * 5 + [HOST] + [DISK] * 4)
     ]
     assert [0, 9, 10] == found
@@ -93,22 +92,14 @@ def test_a_token_far_into_a_prompt_is_worth_more_than_one_at_its_beginning():
     economy = LoadEconomy()
     for num in (100, 1000, 4000):
         economy.compute.observe([(0, num)], num + num * num / 2000)
-    loads = {DISK: CostLine(0.0, 2.0)}
-
-    def worth(num_blocks, start):
-        tiers = [DISK] * num_blocks
-        return economy.worth_leading(tiers, loads, block_bytes=1.0, block_tokens=1, start=start)
-
-    assert (0, 2000) == (worth(1000, 0), worth(2000, 2000))
-    assert 4000 == worth(4000, 0), "the end pays for the beginning"
+    asked = ((1000, 0), (2000, 2000), (4000, 0))
+    found = [leading(economy, [DISK] * num, start, disk=2.0) for num, start in asked]
+    assert [0, 2000, 4000] == found, "the end pays for the beginning"
 
 
 MACHINES = st.tuples(st.floats(0, 0.05), st.floats(1e-5, 1e-2), st.floats(0, 1e-6))
-STEPS = st.lists(
-    st.lists(st.tuples(st.integers(0, 30_000), st.integers(1, 8192)), min_size=1, max_size=3),
-    min_size=1,
-    max_size=40,
-)
+PARTS = st.tuples(st.integers(0, 30_000), st.integers(1, 8192))
+STEPS = st.lists(st.lists(PARTS, min_size=1, max_size=3), min_size=1, max_size=40)
 
 
 def step_s(machine, parts):
@@ -131,7 +122,7 @@ def test_no_steps_give_a_prompt_less_than_no_time_nor_more_memory(machine, steps
 @given(MACHINES, st.lists(st.floats(0.95, 1.05), min_size=40, max_size=40), st.data())
 def test_what_a_prompt_takes_is_told_from_steps_of_which_some_were_held_up(machine, noise, data):
     """The first takes five times as long. Later one in ten is held up, and most compute the last
-    tokens of a prompt."""
+    tokens of a prompt. A noise of a twentieth, where it is worst, makes a fifth of the price."""
     cost, noises = PrefillCost(), iter(noise)
     lengths = (1024, 2048, 3968)
     warm = [(0, 512)]
@@ -142,10 +133,9 @@ def test_what_a_prompt_takes_is_told_from_steps_of_which_some_were_held_up(machi
         parts = [(data.draw(st.integers(0, 4000)), data.draw(st.integers(32, 127)))]
         held_up = 4 if number % 10 == 9 else 1
         cost.observe(parts, step_s(machine, parts) * noise_of_one * held_up)
-    fixed_s = machine[0]
     for start, end in ((0, 1024), (0, 2048), (0, 3968), (2048, 3968)):
         whole_s = step_s(machine, [(start, end - start)])
-        assert 0.88 * (whole_s - fixed_s) < cost.seconds(start, end) < 1.12 * whole_s
+        assert 0.8 * (whole_s - machine[0]) < cost.seconds(start, end) < 1.25 * whole_s
 
 
 @pytest.fixture
@@ -196,10 +186,8 @@ def test_after_many_refusals_slower_tiers_and_copies_are_measured_again_once(wei
     step(weigher, [(0, 100)], 100.0)
     weigher.copied(SIZE, 10 * SIZE)
     for _ in range(RETRY_EVERY):
-        assert (0, False) == (
-            weigher.worth([HOST], {}, nbytes=SIZE, num_tokens=SIZE),
-            weigher.tries(),
-        )
+        assert 0 == weigher.worth([HOST], {}, nbytes=SIZE, num_tokens=SIZE)
+        assert not weigher.tries()
         weigher.slower()
     assert [True, False] == [weigher.tries(), weigher.tries()]
     assert 1 == weigher.worth([HOST], {}, nbytes=SIZE, num_tokens=SIZE)

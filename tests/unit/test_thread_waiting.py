@@ -15,6 +15,7 @@ from tests.children import ran
 
 CORES = len(allowed_processors())
 TEAM = max(2, CORES)
+OF_VERSION_1 = {"cpu/a/cpu.cfs_quota_us": "100000", "cpu/a/cpu.cfs_period_us": "50000"}
 
 
 class Machine:
@@ -123,11 +124,7 @@ def test_the_spins_are_set_before_torch_is_loaded():
         ("0::/a/b\n", {"a/b/cpu.max": "max 100000", "a/cpu.max": "50000 100000"}, [0.5]),
         ("0::/\n", {"cpu.max": "150000 100000"}, [1.5]),
         ("0::/of/the/host\n", {"cpu.max": "200000 100000"}, [2.0]),
-        (
-            "2:cpuacct,cpu:/a\n1:memory:/a\n",
-            {"cpu/a/cpu.cfs_quota_us": "100000", "cpu/a/cpu.cfs_period_us": "50000"},
-            [2.0],
-        ),
+        ("2:cpuacct,cpu:/a\n1:memory:/a\n", OF_VERSION_1, [2.0]),
         ("1:cpu:/\n", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, []),
         ("nonsense\n", {}, []),
         ("0::/\n", {"cpu.max": "what"}, []),
