@@ -20,6 +20,7 @@ from engine.cgroups import memory_limit
 
 logger = logging.getLogger(__name__)
 
+COPIES = "working copies"  # kept for later prompts; no option sets them
 GROWTH_BYTES = 64 << 20  # less is kept: memory that was returned is slow to touch again
 
 
@@ -37,14 +38,13 @@ def full_caches(
     if on_gpu:
         return {"--host-cache": host_bytes}
     device_bytes = cache.device_bytes or CPU_CACHE_BYTES
-    if node_bytes is None:
-        device_bytes += CPU_COPIES_BYTES // 4  # working copies that are kept for later prompts
-    return {"--device-cache": device_bytes, "--host-cache": host_bytes}
+    copies = {COPIES: CPU_COPIES_BYTES // 4} if node_bytes is None else {}
+    return {"--device-cache": device_bytes, "--host-cache": host_bytes, **copies}
 
 
 def largest(caches: Mapping[str, int]) -> str:
     """The option of the cache that takes most, and its size."""
-    option = max(caches, key=caches.__getitem__)
+    option = max((name for name in caches if name != COPIES), key=caches.__getitem__)
     return f"{option} ({size(caches[option])})"
 
 

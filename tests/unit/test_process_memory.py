@@ -70,13 +70,13 @@ def test_the_limit_of_version_1_is_found_where_the_groups_path_is_out_of_sight(m
 def test_a_start_says_that_full_caches_exceed_the_limit_or_the_machine(
     machine, monkeypatch, caplog
 ):
-    cache = CacheSection(device_bytes=64 * MIB, host_bytes=GIB)
+    cache = CacheSection(device_bytes=768 * MIB, host_bytes=GIB)
     machine.groups.write_text("0::/\n")
     machine.put("memory.max", str(64 * GIB))
     warn_of_limit(full_caches(cache, on_gpu=False))
     assert not caplog.text
     machine.put("memory.max", str(GIB))
-    warn_of_limit(full_caches(cache, on_gpu=True))
+    warn_of_limit(full_caches(cache, on_gpu=False))
     [said] = caplog.messages
     assert "control group is 1 GiB" in said and "lower --host-cache (1 GiB)" in said
     caplog.clear()
