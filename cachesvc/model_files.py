@@ -13,12 +13,16 @@ class UnsupportedKv(Exception):
     """The engine's KV has a form that is not supported here; the message says why."""
 
 
-def weights_digest(name: str, revision: str | None) -> bytes:
+def weights_digest(name: str, revision: str | None, *, is_sole: bool = False) -> bytes:
     """Of the files that a model was loaded from: a folder, or a name in the hub's cache. Raises
-    UnsupportedKv if they are not found."""
+    UnsupportedKv if they are not found or, with `is_sole`, if the cache has other revisions."""
     folder = Path(name)
     if not folder.exists():
         folder = _snapshot(name, revision)
+        if is_sole and len(list(folder.parent.iterdir())) > 1:
+            raise UnsupportedKv(
+                f"the hub's cache has several revisions of {name}; say in `scope` which one runs"
+            )
     return files_digest(str(folder), _WEIGHT_FILES)
 
 

@@ -51,8 +51,9 @@ def check_options(
         raise ValueError(
             f"the cachesvc tier needs {' and '.join(sorted(lacking))}, as in {example}"
         )
-    if not isinstance(compress := given.get("compress", True), bool):
-        raise ValueError(f"the cachesvc tier's compress is true or false, not {compress!r}")
+    for name in ("compress", "enable_kv_events"):
+        if not isinstance(value := given.get(name, True), bool):
+            raise ValueError(f"the cachesvc tier's {name} is true or false, not {value!r}")
 
 
 def opaque_layout(num_bytes: int, dtype: str) -> BlockLayout:

@@ -62,10 +62,7 @@ def longest_prefix(
 
 
 def _tiers_of(
-    groups: Sequence[KvGroup],
-    found: dict[int, tuple[int, list[TierName]]],
-    start: int,
-    end: int,
+    groups: Sequence[KvGroup], found: dict[int, tuple[int, list[TierName]]], start: int, end: int
 ) -> list[TierName]:
     """The tier of each of the first group's blocks: the farthest that has a part of it.
 

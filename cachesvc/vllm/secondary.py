@@ -84,7 +84,7 @@ class Options:
             capacity_bytes=parse_size(given["bytes"]),
             scope=str(given.get("scope", "")),
             compress=given.get("compress", True),
-            enable_kv_events=bool(given.get("enable_kv_events", False)),
+            enable_kv_events=given.get("enable_kv_events", False),
         )
 
 
@@ -263,7 +263,8 @@ class CachesvcTier(SecondaryTierManager):  # type: ignore[misc]
                 outcomes.append(each.result())
         done = [key for outcome in outcomes for key in outcome.done]
         if running.is_load and len(done) < len(running.keys):
-            failed = [key for key in running.keys if key not in set(done)]
+            served = set(done)
+            failed = [key for key in running.keys if key not in served]
             self._lookups.mark_miss(failed)
             self._writer.submit(self._drop, failed)
         return JobResult(
@@ -287,7 +288,7 @@ def scope_of(config: Any, layout: BlockLayout, extra: str) -> CacheScope:
         repr((config.canonical_layout, config.kv_cache_layout, config.replicated_layout)),
     )
     try:
-        weights = weights_digest(config.model.name, None)
+        weights = weights_digest(config.model.name, None, is_sole=not extra)
     except UnsupportedKv as error:
         raise ValueError(f"the cachesvc tier cannot be used: {error}") from None
     described = "\n".join(facts).encode()

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from cachesvc.model_files import UnsupportedKv, weights_digest
 from cachesvc.vllm.chains import RequestChains
 from cachesvc.vllm.groups import KvGroup
 from cachesvc.vllm.identity import EngineIdentity, check_parallel, roots_of
@@ -505,3 +506,15 @@ def test_ranks_that_share_neither_layers_nor_blocks_are_refused_by_name(field):
     check_parallel(SimpleNamespace(**served))
     with pytest.raises(ValueError, match=f"{field}=2"):
         check_parallel(SimpleNamespace(**served | {field: 2}))
+
+
+def test_of_several_revisions_in_the_hubs_cache_none_is_guessed(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    for name, text in {"refs/main": "one", "snapshots/one/config.json": "{}"}.items():
+        path = tmp_path / "models--o--m" / name
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
+    assert weights_digest("o/m", None, is_sole=True) == weights_digest("o/m", None)
+    (tmp_path / "models--o--m" / "snapshots" / "two").mkdir()
+    with pytest.raises(UnsupportedKv, match="several revisions of o/m"):
+        weights_digest("o/m", None, is_sole=True)

@@ -150,7 +150,8 @@ def test_a_lookup_does_not_wait_for_a_disk_that_hangs(opened):
     [
         ({"type": "cachesvc", "bytes": "1GiB"}, "needs dir"),
         ({"type": "cachesvc", "dir": "kv", "bytes": "1GiB", "root_dir": "x"}, "knows no root_dir"),
-        ({"type": "cachesvc", "dir": "kv", "bytes": "1GiB", "compress": 0}, "true or false"),
+        ({"type": "cachesvc", "dir": "kv", "bytes": "1GiB", "compress": 0}, "compress is true or"),
+        ({"type": "cachesvc", "dir": "kv", "bytes": "1GiB", "enable_kv_events": 1}, "kv_events is"),
         ({"type": "cachesvc", "node": "/run/node.sock"}, "have CachesvcConnector"),
         ({"type": "cachesvc", "dir": "kv", "bytes": "much"}, "is not a size"),
         ({"type": "cachesvc", "dir": "kv", "bytes": "1MiB"}, "too small"),
