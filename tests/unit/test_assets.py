@@ -1,24 +1,10 @@
-"""The files that pages need, and what `cachesvc admin` says of passwords."""
+"""The files that pages need."""
 
-import re
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from api.admin.pages import assets
-from cachesvc.cli import app
-
-
-@pytest.mark.parametrize(
-    ("command", "told"), [("password", "keys create"), ("list", "keys list"), ("link", "serve")]
-)
-def test_what_cannot_be_done_is_said_in_a_sentence(tmp_path, command, told):
-    options = ["--data-dir", str(tmp_path)] if command == "link" else []
-    refused = CliRunner().invoke(app, ["admin", command, *options])
-    assert refused.exit_code and f"`cachesvc {told}" in " ".join(
-        re.split(r"[\s│]+", refused.output)
-    )
 
 
 def test_only_the_reviewed_files_of_packages_are_served():
