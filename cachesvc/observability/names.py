@@ -9,13 +9,7 @@ HIT_RATE = f"ratio:{HIT_TOKENS}/{PROMPT_TOKENS}"
 
 ROUTES = frozenset(
     {
-        "/v1/chat/completions",
-        "/v1/completions",
-        "/v1/models",
-        "/health",
-        "/health/ready",
-        "/metrics",
-        "/tokenize",
-        "/user/balance",
+        *("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"),
+        *("/v1/models", "/tokenize", "/user/balance", "/health", "/health/ready", "/metrics"),
     }
 )

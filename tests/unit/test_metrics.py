@@ -203,13 +203,19 @@ def test_copies_and_shards_are_told():
     assert 1 == value(seen, "cachesvc_disk_shards", {"state": "replacing"})
 
 
+ANSWERS = [f"/v1/{name}" for name in ("chat/completions", "completions", "messages", "responses")]
+
+
 def test_routes_and_bills_are_counted_in_closed_sets():
     seen = metrics()
-    seen.observe_http("/v1/models", 200, 0.1)
+    for path in (*ANSWERS, "/v1/models"):
+        seen.observe_http(path, 200, 0.1)
     seen.observe_http("/wp-login.php", 404, 0.1)
     seen.observe_http("/admin/cache", 200, 0.1)
     seen.observe_bill("CNY", {"hit_disk": 10, "miss": 0}, saved_units=90)
     requests = "cachesvc_http_requests_total"
+    for path in ANSWERS:
+        assert 1 == value(seen, requests, {"route": path, "code": "200"})
     assert 1 == value(seen, requests, {"route": "other", "code": "404"})
     assert 1 == value(seen, requests, {"route": "/admin", "code": "200"})
     billed = {"class": "hit_disk", "currency": "CNY"}
