@@ -55,11 +55,6 @@ def shape(node: TreeNode) -> tuple[int, list[object]]:
     return node.num_tokens, [shape(child) for child in node.children]
 
 
-def test_an_empty_index_has_no_tree():
-    tree = tree_of(BlockIndex(), TreeQuery())
-    assert ([], 0, 0) == (tree.roots, tree.num_blocks, tree.num_seen)
-
-
 def test_a_chain_without_a_branch_is_one_node_and_a_branch_splits_it():
     index = index_of([1, 2, 3, 4, 5])
     (root,) = tree_of(index, TreeQuery()).roots
