@@ -29,9 +29,9 @@ def measured(*pairs):
 
 
 def economy_of(token_s):
-    economy = LoadEconomy()
-    economy.compute.observe([(0, 100)], 100 * token_s)
-    return economy
+    compute = PrefillCost()
+    compute.observe([(0, 100)], 100 * token_s)
+    return LoadEconomy(compute=compute)
 
 
 def leading(economy, tiers, start=0, **each_s):
@@ -69,7 +69,6 @@ def test_nothing_is_forbidden_that_was_never_measured():
         ([HOST] * 2 + [DISK] * 3, 0.5, 5),
         ([DISK] * 3, 0.95, 0),  # by less than the margin
         ([DISK] + [HOST] * 4, 2.0, 5),  # the first opens the way to the others
-        ([DISK] * 4 + [HOST], 2.0, 0),
         ([HOST] + [DISK] * 4 + [HOST], 2.0, 1),
     ],
 )
@@ -93,6 +92,13 @@ def test_a_token_far_into_a_prompt_is_worth_more_than_one_at_its_beginning():
     asked = ((1000, 0), (2000, 2000), (4000, 0))
     found = [leading(economy, [DISK] * num, start, disk=2.0) for num, start in asked]
     assert [0, 2000, 4000] == found, "the end pays for the beginning"
+
+
+def test_steps_that_took_longer_than_a_larger_one_were_held_up_and_change_no_price():
+    cost = PrefillCost()
+    for num in (256, 512, 1024, *[128] * STEPS_OF_KIND):
+        cost.observe([(0, num)], 60.0 if num == 128 else num / 100)
+    assert pytest.approx(10.24, rel=1e-3) == cost.seconds(0, 1024)
 
 
 MACHINES = st.tuples(st.floats(0, 0.05), st.floats(1e-5, 1e-2), st.floats(0, 1e-6))
