@@ -190,7 +190,7 @@ def _settle_again(work: Work, command: Settle, charged: Entry) -> Settled:
     is_presumed = charged.details["outcome"] in PRESUMED and not corrections  # by an admin
     if is_presumed:
         usage = _amend(work, command, charged, usage)
-    if is_presumed or (late is None and not command.delivered):
+    if is_presumed or not command.delivered:
         note_delivery(work, command, charged)
     return Settled(charged, rate(usage, command.hold.pinned), usage, repeated=True)
 

@@ -46,6 +46,7 @@ CASES = {
     "the first arrives after its retry": ("2+; 1+", [1, 2]),
     "another runs beside the retry": ("2+; 3-", [1, 2]),
     "an answer is lost after it was settled": ("1+; 1-; 2+", [1, 1, 1]),
+    "an answer is lost after a lapsed charge was settled": ("1x; 1+; 1-; 2+", [0, 1, 1, 1]),
     "a retry pays for one answer": ("1-; 2+; 4+", [1, 1, 2]),
     "a retry that crashed pays for none": ("1-; 2x; 4+", [1, 1, 1]),
     "a retry does not pay for itself": ("2-; 2+", [1, 1]),
