@@ -5,7 +5,6 @@ connector cannot serve a configuration exactly, vLLM runs without it and the log
 """
 
 import logging
-import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from cachesvc.model_files import UnsupportedKv
 from cachesvc.vllm.carrier import Carrier
 from cachesvc.vllm.identity import check_parallel, identity_of
-from cachesvc.vllm.link import NodeLink, stay_joined
+from cachesvc.vllm.link import NodeLink
 from cachesvc.vllm.planner import Planner
 from cachesvc.vllm.reports import Reporter
 from cachesvc.vllm.transfers import Transfer
@@ -86,7 +85,6 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._planner: Planner | None = None
         self._carrier: Carrier | None = None
         self._reporter: Reporter | None = None
-        self._ended = threading.Event()
         self._failed_blocks: set[int] = set()  # not yet told
         self._load_s: dict[str, float] = {}  # not yet told
         if role is KVConnectorRole.SCHEDULER and extra.get("reports"):
@@ -101,8 +99,6 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if role is KVConnectorRole.SCHEDULER:
             layouts = dict.fromkeys(group.layout for group in identity.groups)
             links = {each: NodeLink(node, each, timeout_s=PROBE_TIMEOUT_S) for each in layouts}
-            joined = (node, layouts, self._ended)
-            threading.Thread(target=stay_joined, args=joined, daemon=True).start()
             # While a step runs, vLLM must plan no other: see `Planner.loads_in_step`.
             one_step = not vllm_config.scheduler_config.async_scheduling
             weigher = Weigher(LoadEconomy(enabled=weighs))
@@ -247,7 +243,6 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return Ended(Counter(saved), load_s) if saved or load_s else None
 
     def shutdown(self) -> None:
-        self._ended.set()
         if self._carrier is not None:
             self._carrier.close()
         if self._planner is not None:

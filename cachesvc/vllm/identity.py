@@ -133,17 +133,21 @@ def _described(config: Any, kv_cache: Any, groups: Sequence[KvGroup]) -> bytes:
     except ImportError:
         order = ""
     attention = getattr(config, "attention_config", None)
-    specs = [repr(kv_cache.kv_cache_groups[group.number].kv_cache_spec) for group in groups]
     facts = (
         f"vllm {vllm.__version__}",
-        *specs,
-        *([repr([group.layers for group in groups])] if groups[1:] else []),
+        *_specs(kv_cache, groups),
         f"tensor parallel {config.parallel_config.tensor_parallel_size}",
         f"order {order}",
         f"backend {getattr(attention, 'backend', None)}",
         f"device {device_name()}",
     )
     return b"vllm:" + xxhash.xxh3_128_digest("\n".join(facts).encode())
+
+
+def _specs(kv_cache: Any, groups: Sequence[KvGroup]) -> list[str]:
+    """What vLLM says of each group, in our order, and their layers if there are several."""
+    specs = [repr(kv_cache.kv_cache_groups[group.number].kv_cache_spec) for group in groups]
+    return specs + ([repr([group.layers for group in groups])] if groups[1:] else [])
 
 
 def device_name() -> str:

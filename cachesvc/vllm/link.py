@@ -1,16 +1,14 @@
 """A self-reconnecting connection to the node. An unreachable node is a miss, never an error."""
 
 import logging
-import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 from tiers.blocks.keys import BlockId
 from tiers.blocks.layout import BlockLayout
-from tiers.errors import NodeError
+from tiers.errors import NodeError, NodeGone
 from tiers.node.arena import SharedMemory
 from tiers.node.client import NodeClient
 from tiers.tier import TierName
@@ -53,13 +51,21 @@ class NodeLink:
         self, use: Callable[[NodeClient], T], *, timeout_s: float | None = None
     ) -> T | None:
         """The result of `use` with the connected node; None if the node is unreachable or fails.
-        `timeout_s` is for each of its answers, if not the usual one."""
+
+        The node may have restarted behind an old connection, so a new one is tried. `timeout_s` is
+        for each of its answers, if not the usual one.
+        """
         self._client.answer_within(self._timeout_s if timeout_s is None else timeout_s)
         try:
-            if not self._client.is_connected:
-                if self._clock_s() < self._not_before_s:
-                    return None
-                self._client.connect()
+            if self._client.is_connected:
+                try:
+                    return use(self._client)
+                except NodeGone as error:
+                    if isinstance(error.__cause__, TimeoutError):
+                        raise  # it hangs, and would hang again
+            elif self._clock_s() < self._not_before_s:
+                return None
+            self._client.connect()
             used = use(self._client)
         except NodeError as error:
             self.faults += 1
@@ -86,17 +92,3 @@ class NodeLink:
 
     def close(self) -> None:
         self._client.close()
-
-
-def stay_joined(path: Path, layouts: Iterable[BlockLayout], ended: threading.Event) -> None:
-    """Joins the node as soon as it is there, and again after its restart, until `ended`. So it has
-    opened its disk, and touched spare frames, before a request wants them. A thread's work."""
-    clients = [NodeClient(path, layout) for layout in layouts]
-    while not ended.is_set():
-        for client in clients:
-            with suppress(NodeError):  # whoever asks it for something says that it is away
-                if not client.is_connected:
-                    client.connect()
-        ended.wait(RETRY_S)
-    for client in clients:
-        client.close()

@@ -18,7 +18,6 @@ import sys
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
 from math import ceil, lcm
 from typing import Any
 
@@ -120,8 +119,7 @@ class Saves:
         for number, group in enumerate(self._identity.groups):
             if group.is_whole:
                 blocks = numbers[group.number]
-                held = list(takewhile(bool, blocks))  # the number of a block that was freed is 0
-                end = min(computed // group.block_size, len(held))
+                end = min(computed // group.block_size, len(blocks), _first_null(blocks))
                 end = self._room_for(blocks[:end])
                 self._pin(blocks[:end])
                 self._waiting.update(blocks[:end])
@@ -288,3 +286,8 @@ def _piece(chains: RequestChains, number: int, blocks: Mapping[int, int]) -> Gro
 def _computed(request: Any) -> int:
     """Tokens whose KV is there: without those of steps under way."""
     return int(request.num_computed_tokens) - int(getattr(request, "num_in_flight_tokens", 0))
+
+
+def _first_null(blocks: Sequence[int]) -> int:
+    """The first index whose block vLLM has freed; its number is 0."""
+    return next((place for place, number in enumerate(blocks) if number == 0), len(blocks))

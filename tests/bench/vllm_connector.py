@@ -38,12 +38,10 @@ from typing import Any
 
 from engine.models.files import DEFAULT_MODEL, find
 from tests.bench.report import arguments, tell
-from tests.patience import until
 from tests.vllm.processes import Engine, RunningNode
 from tests.vllm.throttled import forget_pages, throttle
 
 BLOCK = 128  # tokens of vLLM's blocks
-SIZES = "2GiB", "32GiB"  # of the node's memory and disk
 NEW = 10_000  # and on: the seeds of prompts that nobody has
 Times = dict[int, dict[str, list[float]]]  # milliseconds by length and way
 
@@ -110,14 +108,22 @@ class Ours(Contestant):
         self.node.until_on_disk()
         self.node.stop()
         between()
-        self.node.start(*SIZES)
-        until(lambda: self.node.stats()["num_clients"] > 1)  # the engine joins it by itself
+        start(self.node)
+        for other in range(20):  # the engine leaves a node that went away alone for a second
+            self.engine.generate(prompt(256, time.monotonic_ns() % 10**6 + other), max_tokens=1)
+            if self.node.stats()["num_clients"] > 1:
+                break
+        self.engine.forget()
+
+
+def start(node: RunningNode) -> None:
+    node.start("2GiB", "32GiB")
 
 
 def contestants(stack: ExitStack, folder: Path, asked: argparse.Namespace) -> list[Contestant]:
     model = find(DEFAULT_MODEL, folder / "models", lambda what, part: None)
     node = RunningNode(folder)
-    node.start(*SIZES)
+    start(node)
     stack.callback(node.kill)
 
     def engine(name: str, node: Path | None = None, **options: Any) -> Engine:
@@ -163,6 +169,7 @@ def throttled(ours: Ours, folder: Path, asked: argparse.Namespace) -> Times:
         bound.add(ours.node.pid)
         bound.set(asked.throttle * 1_000_000)
         for number in range(asked.rounds):
+            pause(asked)
             for length in asked.lengths:
                 for way in ("held", "new") if number % 2 else ("new", "held"):
                     ours.node.until_on_disk()
@@ -173,6 +180,11 @@ def throttled(ours: Ours, folder: Path, asked: argparse.Namespace) -> Times:
     return times
 
 
+def pause(asked: argparse.Namespace) -> None:
+    if asked.pause:
+        input("ready; press Enter to measure\n")
+
+
 def measure(asked: argparse.Namespace) -> tuple[Times, dict[str, str]]:
     with tempfile.TemporaryDirectory(dir=asked.dir) as name, ExitStack() as stack:
         everybody = contestants(stack, Path(name), asked)
@@ -180,8 +192,10 @@ def measure(asked: argparse.Namespace) -> tuple[Times, dict[str, str]]:
             ours = everybody[0]
             assert isinstance(ours, Ours)
             return throttled(ours, Path(name), asked), {}
+        pause(asked)
         times = every_tier(everybody, asked)
-        return times, {each.name: f"{sum(each.same)} of {len(each.same)}" for each in everybody}
+        same = {each.name: f"{sum(each.same)} of {len(each.same)}" for each in everybody}
+        return times, same
 
 
 def main() -> None:
@@ -192,6 +206,7 @@ def main() -> None:
     parser.add_argument("--rest", type=float, default=1.0, help="seconds before a question")
     parser.add_argument("--throttle", type=int, default=0, help="MB/s that the node's disk reads")
     parser.add_argument("--dir", type=Path, help="where the disk is; the usual folder without")
+    parser.add_argument("--pause", action="store_true", help="wait for Enter before measuring")
     asked = parser.parse_args()
     times, same = measure(asked)
     medians = {

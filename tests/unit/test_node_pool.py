@@ -279,17 +279,6 @@ def test_free_frames_of_a_locked_piece_count_and_are_taken_first():
     pool.check()
 
 
-@pytest.mark.parametrize(("piece_frames", "kept"), [(3, b"x"), (8, b"\0")])
-def test_a_spare_frame_of_a_piece_that_is_locked_keeps_its_memory(piece_frames, kept):
-    pool = pool_of(8)
-    pool.memory.piece_frames = piece_frames
-    frame = pool.memory.buffer(pool.arena.untouched())
-    frame[:1] = b"x"
-    assert (kept == b"x") == pool.arena.lock(0)
-    assert kept == bytes(frame[:1])
-    pool.check()
-
-
 def test_spare_frames_are_taken_first_and_leave_for_another_layout():
     small, large = two_pools(4)
     capacity = small.capacity

@@ -1,9 +1,6 @@
 """How a vLLM engine reaches its node: one that fails is a miss, and one that is back is used."""
 
-import threading
-
-from cachesvc.vllm.link import RETRY_S, NodeLink, stay_joined
-from tests.patience import until
+from cachesvc.vllm.link import RETRY_S, NodeLink
 from tests.support.disks import Clock
 from tests.unit.test_node_socket import LAYOUT, below, prompt, serving, write
 from tiers.tier import TierName
@@ -14,9 +11,13 @@ def put(node):
     return True
 
 
+def link_to(path, clock):
+    return NodeLink(path, LAYOUT, timeout_s=5, clock_s=clock)
+
+
 def test_a_node_that_is_away_is_a_miss_and_is_left_alone_for_a_while(tmp_path):
     path, clock = tmp_path / "node.sock", Clock()
-    link = NodeLink(path, LAYOUT, timeout_s=5, clock_s=clock)
+    link = link_to(path, clock)
     assert ([], 1) == (link.probe(prompt(1)), link.faults)
     with serving(path):
         assert ([], 1) == (link.probe(prompt(1)), link.faults), "it is not asked again at once"
@@ -28,7 +29,7 @@ def test_a_node_that_is_away_is_a_miss_and_is_left_alone_for_a_while(tmp_path):
 
 def test_an_outage_is_told_once(tmp_path, caplog):
     path, clock = tmp_path / "node.sock", Clock()
-    link = NodeLink(path, LAYOUT, timeout_s=5, clock_s=clock)
+    link = link_to(path, clock)
     for _ in range(5):
         assert [] == link.probe(prompt(1))
         clock.now_s += RETRY_S
@@ -43,7 +44,7 @@ def test_an_outage_is_told_once(tmp_path, caplog):
 
 def test_a_node_that_was_restarted_is_joined_without_a_miss(tmp_path):
     path = tmp_path / "node.sock"
-    link = NodeLink(path, LAYOUT, timeout_s=5, clock_s=Clock())
+    link = link_to(path, Clock())
     with serving(path, **below(tmp_path)):
         assert link.attempt(put)
     with serving(path, **below(tmp_path)):
@@ -59,13 +60,3 @@ def test_a_node_that_hangs_is_waited_for_once(tmp_path, monkeypatch):
         monkeypatch.setattr(node, "_handle", lambda *request: asked.append(request))
         assert ([], 1, 1) == (link.probe(prompt(1)), link.faults, len(asked))
         link.close()
-
-
-def test_a_node_opens_its_disk_before_it_is_asked(tmp_path, monkeypatch):
-    monkeypatch.setattr("cachesvc.vllm.link.RETRY_S", 0.01)
-    path, ended = tmp_path / "node.sock", threading.Event()
-    threading.Thread(target=stay_joined, args=(path, [LAYOUT], ended), daemon=True).start()
-    for _ in range(2):  # also after its restart
-        with serving(path, **below(tmp_path)) as node:
-            until(lambda: node.stats()["pools"])
-    ended.set()

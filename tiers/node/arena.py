@@ -131,11 +131,11 @@ class SharedArena(Arena):
             self._capacity.used_bytes += self.stride
             return Frame(self, self._free_locked.pop())
         if self._spare:
-            self._capacity.drop_spare(self.stride)
-            self._capacity.used_bytes += self.stride
+            self._capacity.use_spare(self.stride)
             return Frame(self, self._spare.pop())
-        fits = self._has_more and self._capacity.reserve(self.stride)
-        return Frame(self, self._next()) if fits else None
+        if not self._has_more or not self._capacity.reserve(self.stride):
+            return None
+        return Frame(self, self._next())
 
     def untouched(self) -> int | None:
         """A free frame that gets its memory now, as a spare one. None if there are enough."""
@@ -154,7 +154,7 @@ class SharedArena(Arena):
         """Give spare frames back to the system until that is so many bytes. Returns how many."""
         dropped = 0
         while self._spare and dropped < num_bytes:
-            self.memory.give_back(self._drop_spare(self._spare[-1]))
+            self._drop_spare(self._spare[-1])
             dropped += self.stride
         return dropped
 
@@ -186,15 +186,14 @@ class SharedArena(Arena):
 
     def lock(self, piece: int) -> bool:
         """A client is about to lock a piece. False if it may not: its free frames do not fit the
-        capacity, or nothing would be left for other layouts. Spare ones keep their memory."""
+        capacity, or nothing would be left for other layouts."""
         if piece not in self._locks:
             frames = self._frames_of(piece)
-            spare = [self._drop_spare(each) for each in [*self._spare] if each in frames]
+            for number in [each for each in self._spare if each in frames]:
+                self._drop_spare(number)
             self._use_up_to(frames.stop)
             free = {number for number in self._free if number in frames}
             if not self._capacity.lock(len(frames) * self.stride, len(free) * self.stride):
-                for number in spare:
-                    self.memory.give_back(number)
                 return False
             self._free = [number for number in self._free if number not in free]
             self._free_locked += sorted(free, reverse=True)
@@ -230,11 +229,11 @@ class SharedArena(Arena):
         self._fresh += 1
         return self._fresh - 1
 
-    def _drop_spare(self, number: int) -> int:
+    def _drop_spare(self, number: int) -> None:
         self._spare.remove(number)
         self._capacity.drop_spare(self.stride)
         self._free.append(number)
-        return number
+        self.memory.give_back(number)
 
     def _use_up_to(self, end: int) -> None:
         """No frame below `end` counts as never used from now on."""
