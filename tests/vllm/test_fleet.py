@@ -184,7 +184,10 @@ def test_a_fleet_bills_each_answer_once_while_an_engine_is_killed(model, tmp_pat
         # The other serves the rest, and counts the same as we do.
         before = counted(engines[1:])
         told = guests.hold_all(range(70, NUM_CONVERSATIONS))
-        assert counted(engines[1:]) - before == told
+        found = counted(engines[1:]) - before
+        checked = found["output"] - told["output"]  # a check of who is back: one in, one out
+        assert checked >= 0
+        assert found == told + Counter(miss=checked, output=checked)
 
         # Every answer is on the ledger once, with what it said. What failed costs nothing.
         assert 2 * NUM_CONVERSATIONS == len(guests.acknowledged)
