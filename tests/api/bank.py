@@ -9,6 +9,7 @@ from billing.idempotency import Idempotency
 from billing.ledger import Ledger
 from billing.operations.books import OpenBooks
 from billing.prices.cards import default_card
+from billing.proof.prover import Prover
 from billing.reports.receipts import ReceiptSigner, describe
 from billing.store.opening import open_store
 from tests.support.billing import fresh_ledger
@@ -32,6 +33,8 @@ class Bank:
         )
         self.ledger.start()
         self.signer = ReceiptSigner.open(folder)
+        prover = Prover(self.store)
+        self.books = OpenBooks(self.store, self.accounts, self.ledger, prover, self.signer)
         self.house = fake_house(
             gatekeeper=KeyGate(self.accounts),
             meter=LedgerMeter(
@@ -44,7 +47,7 @@ class Bank:
             ),
             replays=Idempotency(self.store),
             balances=self.accounts.tenant,
-            opened=OpenBooks(self.store, self.accounts, self.ledger, None, self.signer),
+            opened=self.books,
             settings=settings,
         )
 

@@ -13,6 +13,7 @@ import pytest
 from api.app import create_app
 from billing.keys import Principal, Scope
 from tests.api.bank import Bank
+from tests.support.admin import RecordingTrail
 from tests.support.stand_in import served
 from tests.support.upstream import UpstreamServer
 from tests.support.wire import fake_house
@@ -55,6 +56,13 @@ class GateOf:
         return Principal(next(self._tenants), key_id="k", scopes=frozenset(Scope))
 
 
+class NamedGate:
+    """Whoever asks is the tenant that the Authorization header names."""
+
+    async def identify(self, authorization):
+        return Principal(authorization or "default", scopes=frozenset(Scope))
+
+
 def refusal(answer):
     """The status and the code of an error."""
     return answer.status_code, answer.json()["error"]["code"]
@@ -92,6 +100,21 @@ def up():
     """An endpoint that answers each protocol."""
     with served(UpstreamServer()) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory):
+    """The folder of a tiny model."""
+    from tests.support.models import save_tiny_model
+
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    save_tiny_model(folder)
+    return folder
+
+
+@pytest.fixture
+def trail():
+    return RecordingTrail()
 
 
 @pytest.fixture

@@ -10,8 +10,6 @@ import pytest
 from api.access.auth import Salts
 from api.cache.explorer import Explorer
 from api.cache.owners import Owners
-from billing.operations.books import OpenBooks
-from billing.proof.prover import Prover
 from billing.reports.receipts import ReceiptSigner, verify_receipt
 from billing.store.opening import database_url
 from cachesvc.config.places import disk_path
@@ -22,8 +20,8 @@ from cachesvc.operator.secret import read_secret
 from engine.engine import Engine
 from engine.request import Request, SamplingParams
 from engine.settings import EngineSettings
-from tests.support.admin import OPERATOR_TOKEN, RecordingTrail, admin_client, fake_parts
-from tests.support.billing import running_ledger
+from tests.support.admin import OPERATOR_TOKEN, admin_client, fake_parts
+from tests.support.billing import books_of, running_ledger
 from tests.support.chain_runner import ChainRunner, chain_layout
 from tests.support.wire import FakeHouse, fake_house
 from tiers.blocks.chain import Chain
@@ -98,11 +96,6 @@ def running(tmp_path):
         engine.close()
         cache.close()
         house.close()
-
-
-@pytest.fixture
-def trail():
-    return RecordingTrail()
 
 
 @pytest.fixture
@@ -235,8 +228,7 @@ async def test_a_tenant_that_does_not_exist_is_neither_purged_nor_pinned_for(
 ):
     """A name mistyped must not get a receipt that says that nothing of it is left."""
     with running_ledger(database_url(running.data_dir)) as ledger:
-        store = ledger.accounts.store
-        books = OpenBooks(store, ledger.accounts, ledger.ledger, Prover(store), running.signer)
+        books = books_of(ledger, running.signer)
         parts = fake_parts(cache=running.cache_admin, record=trail, books=books)
         async with admin_client(parts, running.house, path="/admin/", **HEADERS) as client:
             answer = await client.post(f"api/cache/{route}", json=body)

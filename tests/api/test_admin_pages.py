@@ -23,7 +23,7 @@ from billing.reports.receipts import ReceiptSigner
 from cachesvc.operator.lookups import read_blocks
 from cachesvc.operator.operator import CacheOperator
 from tests.api import test_money_routes
-from tests.support.admin import OPERATOR_TOKEN, RecordingTrail, admin_client, called, fake_parts
+from tests.support.admin import OPERATOR_TOKEN, admin_client, called, fake_parts
 from tests.support.chain_runner import chain_layout
 from tests.support.wire import ByteTokenizer, byte_model
 from tests.unit.test_tree import BLOCK, add
@@ -63,11 +63,6 @@ class Cache:
 @pytest.fixture
 def cache():
     return Cache()
-
-
-@pytest.fixture
-def trail():
-    return RecordingTrail()
 
 
 @pytest.fixture

@@ -6,13 +6,11 @@ import time
 import pytest
 
 from api.requests.retention import MAX_SESSIONS, Retention
-from billing.errors import UnknownKey
-from billing.keys import Principal, Scope
 from billing.reports.receipts import ReceiptSigner
 from cachesvc.operator.operator import CacheOperator
 from engine.errors import QueueFull
 from engine.request import BlockRun, Lookup
-from tests.api.conftest import of, running
+from tests.api.conftest import NamedGate, of, running
 from tests.support.admin import called, error_of
 from tests.support.chain_runner import chain_layout
 from tests.support.wire import Script, fake_house
@@ -24,17 +22,7 @@ BLOCK = 16
 LAYOUT = chain_layout(BLOCK)
 SYSTEM = {"role": "system", "content": "You know the whole of the law, and say little. " * 4}
 USER = {"role": "user", "content": "hi"}
-KEYS = {"a": "acme", "b": "bolt"}
-
-
-class Gate:
-    """Two tenants, by the keys of one letter."""
-
-    async def identify(self, authorization):
-        key = (authorization or "").removeprefix("Bearer ")
-        if key not in KEYS:
-            raise UnknownKey("no such key")
-        return Principal(KEYS[key], "", f"key_{key}", frozenset({Scope.INFERENCE}))
+BOLT = {"authorization": "bolt"}
 
 
 class Clock:
@@ -58,7 +46,7 @@ class Kitchen:
         self.cache = TieredCache(LAYOUT, settings, wall_clock=self.clock)
         operator = CacheOperator(self._call, self._call, BLOCK, folder, ReceiptSigner.open(folder))
         self.retention = Retention(operator, clock=self.clock)
-        self.house = fake_house(gatekeeper=Gate(), retention=self.retention, survey=survey)
+        self.house = fake_house(gatekeeper=NamedGate(), retention=self.retention, survey=survey)
 
     def _call(self, function):
         return called(function, self.cache.operations)
@@ -85,11 +73,8 @@ def house(kitchen):
 async def client(house):
     """Acme's, unless a header says otherwise."""
     async with running(house) as (_, client):
-        client.headers["authorization"] = "Bearer a"
+        client.headers["authorization"] = "acme"
         yield client
-
-
-BOLT = {"Authorization": "Bearer b"}
 
 
 def told(answer):
@@ -266,11 +251,10 @@ async def test_a_parent_s_prefix_stays_while_its_children_run(client, kitchen):
 
 async def test_sessions_without_end_cost_their_maker_alone(client, kitchen):
     """A tenant's new sessions push out its own old ones, not another's."""
-    acme = client.headers["authorization"]
     client.headers.update(BOLT)
     await turn(client, "hi", prompt_cache_key="mine")
     [theirs] = kitchen.pins("session")
-    client.headers["authorization"] = acme
+    client.headers["authorization"] = "acme"
     for number in range(2 * MAX_SESSIONS):
         await turn(client, f"{number} " * 40, f"s{number}")
     standing = kitchen.pins("session")

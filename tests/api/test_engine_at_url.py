@@ -22,7 +22,6 @@ from tests.api.driver import Visit
 from tests.api.real_service import served as serving
 from tests.api.relaying import usage_of
 from tests.patience import PATIENCE_S
-from tests.support.models import save_tiny_model
 from tests.support.remote_engine import (
     DONE,
     RemoteEngineServer,
@@ -42,27 +41,20 @@ HELLO = (72, 105)  # H i
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    save_tiny_model(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def probe(folder, tmp_path_factory):
-    spoken = describe_folder(str(folder), tmp_path_factory.mktemp("cache"))
+def probe(tiny, tmp_path_factory):
+    spoken = describe_folder(str(tiny), tmp_path_factory.mktemp("cache"))
     return spoken.tokenizer.encode(PROBE).tolist()
 
 
 @pytest.fixture
-def at(folder, tmp_path, monkeypatch):
+def at(tiny, tmp_path, monkeypatch):
     """Serves the model of these engines, named as an operator does who stands beside it."""
-    monkeypatch.chdir(folder.parent)
+    monkeypatch.chdir(tiny.parent)
 
     def serve(*engines, data_dir=tmp_path, **more):
         urls = [each.url for each in engines]
         urls = urls if urls[1:] else urls[0]
-        return serving(data_dir, Path(folder.name), engine_backend=urls, **more)
+        return serving(data_dir, Path(tiny.name), engine_backend=urls, **more)
 
     return serve
 

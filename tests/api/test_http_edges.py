@@ -5,11 +5,9 @@ import gzip
 import json
 from collections.abc import AsyncIterator
 
-import httpx
 import pytest
 
 from api.access.body_bound import BODIES_AT_ONCE
-from api.app import create_app
 from api.collaborators import WireSettings
 from tests.api.conftest import GateOf, begun, refusal, running
 from tests.api.driver import Visit
@@ -28,14 +26,8 @@ def house():
 
 @pytest.fixture
 async def client(house):
-    app = create_app(house.wire, admin=fake_parts())
-    transport = httpx.ASGITransport(app)
-    async with (
-        app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=transport, base_url="http://localhost") as client,
-    ):
+    async with running(house, admin=fake_parts()) as (_, client):
         yield client
-    house.close()
 
 
 @pytest.mark.parametrize(
@@ -68,7 +60,6 @@ async def test_all_bodies_together_are_bounded_and_tenants_share_the_room():
         gatekeeper=GateOf(*["greedy"] * 20 + ["polite"]),
         settings=WireSettings(max_body_bytes=BOUND),
     )
-    app = create_app(house.wire)
     go_on = asyncio.Event()
 
     async def half() -> AsyncIterator[bytes]:
@@ -77,11 +68,7 @@ async def test_all_bodies_together_are_bounded_and_tenants_share_the_room():
         await go_on.wait()
         yield b" " * 10
 
-    transport = httpx.ASGITransport(app)
-    async with (
-        app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=transport, base_url="http://localhost") as client,
-    ):
+    async with running(house) as (_, client):
         sending = [asyncio.create_task(client.post(CHAT, content=half())) for _ in range(20)]
         await asyncio.sleep(0.1)
         refused = [task.result() for task in sending if task.done()]
@@ -91,7 +78,6 @@ async def test_all_bodies_together_are_bounded_and_tenants_share_the_room():
         go_on.set()
         answers = await asyncio.gather(*sending)
         assert 3 * BODIES_AT_ONCE // 4 == [one.status_code for one in answers].count(200)
-    house.close()
 
 
 async def test_a_body_that_was_read_leaves_its_room_while_its_answer_runs():

@@ -1,28 +1,19 @@
 """The journal: what it keeps of a request, for whom, and how much of it."""
 
 import asyncio
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 
 from api.journal.journal import Journal, JournalSettings, RequestRecord, State
 from billing.gate.work import insufficient_balance
-from billing.keys import Principal, Scope
-from tests.api.conftest import quiet, running
+from tests.api.conftest import NamedGate, quiet, running
 from tests.api.driver import Visit
 from tests.support.wire import OpenGate, Script, fake_house
 
 CHAT = "/v1/chat/completions"
 SECRET = "never to be kept"
 HELLO = {"model": "bytes", "messages": [{"role": "user", "content": SECRET}]}
-
-
-@dataclass
-class NamedGate:
-    """Whoever asks is the tenant that the Authorization header names."""
-
-    async def identify(self, authorization: str | None) -> Principal:
-        return Principal(authorization or "default", scopes=frozenset(Scope))
 
 
 async def test_a_finished_request_is_reported_in_full(house, client):

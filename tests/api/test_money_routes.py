@@ -3,6 +3,7 @@ says the same.
 """
 
 import json
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,20 +15,16 @@ from typer.testing import CliRunner
 
 from api.admin.routes import derived
 from api.admin.routes import ledger as ledger_routes
-from billing.accounts import Accounts
-from billing.gate.commands import Deposit
-from billing.gate.entries import Kind
-from billing.gate.outcomes import Outcome
-from billing.ledger import Ledger
 from billing.money import UNITS
 from billing.operations.books import OpenBooks
-from billing.prices.cards import default_card, shipped_cards
-from billing.proof.prover import Prover
+from billing.prices.cards import shipped_cards
+from billing.proof import audit
 from billing.reports.receipts import ReceiptSigner, verify_receipt
-from billing.store.opening import database_url, open_store
+from billing.store.opening import database_url
 from billing.usage import Usage
 from cachesvc.cli import app as command_line
 from tests.support.admin import OPERATOR_TOKEN, admin_client, fake_parts
+from tests.support.billing import ManualClock, TestLedger, books_of, running_ledger
 
 USAGE = Usage(hit_disk=900, miss=100, output=7)  # 204,000,000 units under the launch card
 WHY = {"why": "as agreed"}
@@ -40,10 +37,7 @@ class House:
 
     books: OpenBooks
     folder: Path
-
-    def reserve(self, request_id: str, units: int = UNITS) -> Any:
-        pinned = self.books.ledger.book.at("m", 2 * 10**18, "CNY")
-        return self.books.ledger.reserve("acme", request_id, units, pinned).result()
+    ledger: TestLedger
 
     def told(self, *arguments: str) -> Any:
         """What the command line prints with --json for the same data directory."""
@@ -56,24 +50,11 @@ class House:
 
 @pytest.fixture
 def house(tmp_path):
-    store = open_store(database_url(tmp_path))
-    accounts = Accounts(store)
-    ledger = Ledger(store, accounts, first_card=default_card())
-    ledger.start()
-    accounts.create_tenant("acme", "CNY", by="test")
-    ledger.post(
-        Deposit("acme", Kind.TOPUP, amount=10 * UNITS, reference="first", by="test")
-    ).result()
-    house = House(
-        OpenBooks(store, accounts, ledger, Prover(store), ReceiptSigner.open(tmp_path)), tmp_path
-    )
-    ledger.settle(house.reserve("r1"), USAGE, Outcome.FINISHED).result()
-    try:
-        yield house
-    finally:
-        ledger.close()
-        assert Prover(store).prove().proof.problems == []
-        store.close()
+    with running_ledger(database_url(tmp_path), clock=ManualClock(time.time_ns())) as ledger:
+        ledger.fund(10 * UNITS)
+        ledger.charge("r1", USAGE)
+        yield House(books_of(ledger, ReceiptSigner.open(tmp_path)), tmp_path, ledger)
+        assert audit.verify(ledger.accounts.store).problems == []
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,7 +287,7 @@ async def test_a_card_is_linted_planned_and_applied(client, ask, house):
 
 
 async def test_an_open_hold_says_its_age_and_what_was_sent(ask, house):
-    hold = house.reserve("r2", 3 * UNITS)
+    hold = house.ledger.reserve("r2", 3 * UNITS)
     house.books.ledger.top_up(hold, UNITS, usage=Usage(miss=3, output=1)).result()
     (open_hold,) = await ask.get("/holds")
     told = [open_hold[name] for name in ("request_id", "amount", "sent")]

@@ -23,7 +23,7 @@ from engine.promise import BITS, Equal
 from engine.request import FinishReason
 from tests.api.real_service import served
 from tests.parity import architectures
-from tests.support.models import save_model, save_tiny_model, stock_model
+from tests.support.models import save_model, stock_model
 from tiers.disk.inspection.opening import open_shards
 from tiers.errors import FAULTS
 
@@ -42,12 +42,6 @@ SAID = [{"role": "user", "content": "hi"}]
 @pytest.fixture
 def data_dir(tmp_path):
     return tmp_path / "data"
-
-
-@pytest.fixture
-def tiny(tmp_path):
-    save_tiny_model(tmp_path / "tiny")
-    return tmp_path / "tiny"
 
 
 @pytest.fixture
@@ -274,14 +268,14 @@ async def test_a_restart_loses_no_request_that_an_admin_saw(data_dir, tiny):
 
 
 async def test_a_request_is_shown_with_the_promise_under_which_it_was_served(tmp_path, tiny):
-    first, told = await shown(tmp_path)
+    first, told = await shown(tmp_path, tiny)
     assert told["exactness"] == {"equal": "bits", "text": BITS.text}
     assert told["exactness"]["text"] in _request_lines(told)[-1]
 
-    other, told = await shown(tmp_path, model_dtype="float16")
+    other, told = await shown(tmp_path, tiny, model_dtype="float16")
     assert told["exactness"]["equal"] == Equal.TOKENS
     assert "Linear are not packed" in told["exactness"]["text"]
-    async with served(tmp_path / "data", tmp_path / "tiny") as (service, client):
+    async with served(tmp_path / "data", tiny) as (service, client):
         client.headers.update(operator(service))
         pages = [await client.get(f"/admin/requests/{each}") for each in (first, other)]
     assert "equal bits" in pages[0].text and BITS.text in pages[0].text
@@ -296,26 +290,27 @@ async def test_bits_are_promised_to_many_threads_where_operators_are_compiled(
     model = LlamaForCausalLM(
         LlamaConfig(**stock_model().config.to_dict() | {"intermediate_size": 160})
     )
-    save_model(tmp_path / "tiny", model)
+    folder = tmp_path / "wide"
+    save_model(folder, model)
     monkeypatch.setattr(load, "_COMPILED_FROM_BYTES", 0 if compiled else 1 << 40)
     monkeypatch.setattr(load, "Operators", lambda *folders: operators)
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        _, told = await shown(tmp_path)
+        _, told = await shown(tmp_path, folder)
         assert told["exactness"]["equal"] == (Equal.BITS if compiled else Equal.TOKENS)
         if not compiled:
             torch.set_num_threads(3)  # the engine had no more than there are processors
             with pytest.raises(ModelError, match="activations of 160 numbers depend"):
-                await shown(tmp_path, model_exact="always")
+                await shown(tmp_path, folder, model_exact="always")
     finally:
         torch.set_num_threads(before)
 
 
-async def shown(folder, **settings):
+async def shown(folder, model, **settings):
     """The id of a request that a server answered, and what it says of it."""
-    async with served(folder / "data", folder / "tiny", **settings) as (_, client):
-        answer = await ask(client, folder / "tiny", "Call me Ishmael. ")
+    async with served(folder / "data", model, **settings) as (_, client):
+        answer = await ask(client, model, "Call me Ishmael. ")
         told = (await client.get(f"/v1/cache/requests/{answer['id']}")).json()
         return told["id"], told
 

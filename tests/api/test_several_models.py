@@ -32,17 +32,10 @@ PROMPT = "x" * 40  # a token each
 NAMES = ["small", "there", "one", "two"]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    save_tiny_model(folder)
-    return folder
-
-
 @pytest.fixture
-def engine(folder, tmp_path):
-    spoken = describe_folder(str(folder), tmp_path)
-    about = vllm_about(spoken.tokenizer.encode(PROBE).tolist(), str(folder))
+def engine(tiny, tmp_path):
+    spoken = describe_folder(str(tiny), tmp_path)
+    about = vllm_about(spoken.tokenizer.encode(PROBE).tolist(), str(tiny))
     with served(RemoteEngineServer(about, COMPLETIONS)) as server:
         server.script = [vllm_chunk([72]), vllm_chunk([105], "stop"), vllm_usage(40, 32), DONE]
         yield server
@@ -55,13 +48,13 @@ def up(up):
 
 
 @pytest.fixture
-def start(folder, engine, up, tmp_path):
+def start(tiny, engine, up, tmp_path):
     @asynccontextmanager
     async def start(**more):
         relay = {"engine": f"openai+{up.url}", "key": "sk-inside"}
         models = [
-            {"name": str(folder), "served_as": "small", "device": "cpu"},
-            {"name": str(folder), "served_as": "there", "engine": engine.url},
+            {"name": str(tiny), "served_as": "small", "device": "cpu"},
+            {"name": str(tiny), "served_as": "there", "engine": engine.url},
             {"name": "inner-one", "served_as": "one", **relay},
             {"name": "inner-two", "served_as": "two", **relay},
         ]
@@ -160,7 +153,7 @@ async def sent(client, model):
 
 @pytest.mark.parametrize("main", [True, False])
 async def test_a_model_whose_engine_is_away_at_the_start_is_served_once_that_is_what_it_should_be(
-    folder, engine, up, tmp_path, monkeypatch, caplog, main
+    tiny, engine, up, tmp_path, monkeypatch, caplog, main
 ):
     """Until then it is listed without a context, and a request for it is free, and in the
     journal. It may be the first of the list; the others are served."""
@@ -169,9 +162,9 @@ async def test_a_model_whose_engine_is_away_at_the_start_is_served_once_that_is_
         monkeypatch.setattr(breaker, name, 0.02)
     right, up.lists = engine.about["/version"], 503 if main else 200
     engine.about["/version"] = (503, {})
-    there = {"name": str(folder), "served_as": "there", "engine": engine.url}
+    there = {"name": str(tiny), "served_as": "there", "engine": engine.url}
     models = [there, {"name": "inner-one", "served_as": "one", "engine": f"openai+{up.url}"}]
-    models += [{"name": str(folder), "served_as": "small", "device": "cpu"}] * main
+    models += [{"name": str(tiny), "served_as": "small", "device": "cpu"}] * main
     waiting = ["there", "one"] if main else ["there"]
     async with serving(tmp_path / "data", None, models=models) as (service, client):
 
@@ -235,11 +228,11 @@ async def test_a_model_whose_engine_is_away_at_the_start_is_served_once_that_is_
 
 
 async def test_a_server_of_several_models_starts_with_one_of_them_at_least(
-    folder, engine, up, tmp_path
+    tiny, engine, up, tmp_path
 ):
     engine.about["/version"], up.lists = (503, {}), 503
     models = [
-        {"name": str(folder), "served_as": "there", "engine": engine.url},
+        {"name": str(tiny), "served_as": "there", "engine": engine.url},
         {"name": "inner-one", "engine": f"openai+{up.url}"},
     ]
     with pytest.raises(EngineAway, match=engine.url):

@@ -9,7 +9,6 @@ from engine.errors import InvalidParameter, StructureUnavailable
 from tests.api.conftest import refusal, running
 from tests.api.real_service import served
 from tests.api.test_chat_wire import events
-from tests.support.models import save_tiny_model
 from tests.support.wire import fake_house
 
 CHAT = "/v1/chat/completions"
@@ -90,34 +89,32 @@ async def test_a_grammar_the_compiler_refuses_is_a_client_error_and_holds_no_mon
         assert [] == house.meter.charges == house.engine.requests
 
 
-async def test_a_grammar_too_ambiguous_to_follow_is_its_senders_fault(tmp_path):
+async def test_a_grammar_too_ambiguous_to_follow_is_its_senders_fault(tmp_path, tiny):
     """It compiles, and matching takes longer with each token of the answer."""
-    save_tiny_model(tmp_path / "tiny")
     asked = {"max_tokens": 900, "min_tokens": 800, "temperature": 1.0, "seed": 1}
     asked["structured_outputs"] = {"grammar": 'root ::= root root root | "a" | "b"'}
-    body = chat(model=str(tmp_path / "tiny"), **asked)
-    async with served(tmp_path / "data", tmp_path / "tiny") as (_, client):
+    body = chat(model=str(tiny), **asked)
+    async with served(tmp_path, tiny) as (_, client):
         answer = await client.post("/v1/chat/completions", json=body, timeout=120)
     assert 400 == answer.status_code, answer.text
     assert "the grammar is too ambiguous" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("logprobs", [False, True])  # with them no token is forced
-async def test_a_stream_never_has_half_a_character(tmp_path, logprobs):
+async def test_a_stream_never_has_half_a_character(tmp_path, tiny, logprobs):
     """Each token of the model is a byte, so that characters with the same first bytes part within
     one."""
-    save_tiny_model(tmp_path / "tiny")
     words = ["日本", "旦本", "中国", "😀", "😁é", "a"]
     wanted = [
         ({"json": {"enum": words}}, {f'"{word}"' for word in words}),
         ({"choice": words}, set(words)),
         ({"regex": "(東京|大阪|[😀😁])"}, {"東京", "大阪", "😀", "😁"}),
     ]
-    async with served(tmp_path / "data", tmp_path / "tiny") as (_, client):
+    async with served(tmp_path, tiny) as (_, client):
         for seed in range(8):
             for fields, answers in wanted:
                 asked = {"stream": True, "seed": seed, "logprobs": logprobs, "max_tokens": 50}
-                body = chat(model=str(tmp_path / "tiny"), **asked, structured_outputs=fields)
+                body = chat(model=str(tiny), **asked, structured_outputs=fields)
                 *chunks, done = events((await client.post(CHAT, json=body, timeout=60)).text)
                 texts = [one["choices"][0]["delta"].get("content") or "" for one in chunks]
                 assert ("[DONE]", "stop") == (done, chunks[-1]["choices"][0]["finish_reason"])

@@ -1,6 +1,5 @@
 """Two tenants in two currencies, side by side on every page that shows money."""
 
-import contextlib
 import html
 import re
 from dataclasses import replace
@@ -11,11 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
-from billing.operations.books import OpenBooks
 from billing.prices.cards import parse_card
-from billing.proof.prover import Prover
 from cachesvc.operator.lookups import read_blocks
-from tests.api.bank import CHAT, HELLO, Bank
+from tests.api.bank import CHAT, HELLO
 from tests.api.conftest import quiet, running
 from tests.api.test_admin_pages import HTML, Cache
 from tests.support.admin import fake_parts
@@ -48,11 +45,9 @@ def shown(page: str) -> str:
 
 
 @pytest.fixture
-async def bank(tmp_path):
-    bank = Bank(tmp_path)
-    with contextlib.closing(bank):
-        bank.accounts.apply_card(parse_card(CARD), by="test")
-        yield bank
+def bank(bank):
+    bank.accounts.apply_card(parse_card(CARD), by="test")
+    return bank
 
 
 @pytest.fixture
@@ -65,7 +60,7 @@ async def client(bank):
         block.hits = HITS
     wire = bank.house.wire
     parts = fake_parts(
-        books=OpenBooks(bank.store, bank.accounts, bank.ledger, Prover(bank.store), bank.signer),
+        books=bank.books,
         journal=wire.records.journal,
         explorer=cache.explorer,
         blocks=partial(read_blocks, cache.call),
@@ -199,7 +194,7 @@ async def test_a_tenant_without_entries_changes_its_currency_and_is_charged_in_i
         "/admin/api/tenants/later/currency", json=body | {"currency": "CNY"}, headers=JSON
     )
     assert (409, "already_exists") == (again.status_code, again.json()["error"]["code"])
-    assert [] == Prover(bank.store).prove().proof.problems
+    assert [] == bank.books.prover.prove().proof.problems
 
 
 async def test_a_card_names_the_models_that_it_leaves_without_a_price(client):

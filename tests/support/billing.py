@@ -16,9 +16,12 @@ from billing.gate.holds import Hold, RequestContext
 from billing.gate.outcomes import Outcome
 from billing.gate.work import Settled
 from billing.ledger import Ledger
+from billing.operations.books import OpenBooks
 from billing.prices.book import NS
 from billing.prices.cards import default_card
 from billing.proof import audit
+from billing.proof.prover import Prover
+from billing.reports.receipts import ReceiptSigner
 from billing.store import reports as store_reports
 from billing.store.opening import database_url, open_store
 from billing.store.store import LedgerStore
@@ -176,6 +179,12 @@ def running_ledger(
     finally:
         ledger.close()
         store.close()
+
+
+def books_of(house: TestLedger, signer: ReceiptSigner) -> OpenBooks:
+    """As a server that runs has them."""
+    store = house.accounts.store
+    return OpenBooks(store, house.accounts, house.ledger, Prover(store), signer)
 
 
 def entries_of(store: LedgerStore, tenant: str = "acme") -> list[Entry]:
