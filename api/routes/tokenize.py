@@ -9,9 +9,9 @@ from api.context import arrive
 from api.errors import InvalidRequest
 from api.routes.prompts import encode_prompt, encoded_chat
 from api.served_model import find_model
-from api.shapes.body import MESSAGES_MAX, Body, Items
-from api.shapes.message import FunctionTool, Message
-from api.shapes.schemas import IDS_MAX, ChatBody
+from api.shapes.body import Body, Items
+from api.shapes.message import FunctionTool
+from api.shapes.schemas import IDS_MAX, ChatBody, Messages
 
 router = APIRouter(tags=["tokens"])
 
@@ -20,7 +20,7 @@ class TokenizeBody(Body):
     model: str | None = None
     prompt: str | None = None
     text: str | None = None
-    messages: Annotated[list[Message], Field(max_length=MESSAGES_MAX, fail_fast=True)] | None = None
+    messages: Messages | None = None
     tools: Items[FunctionTool] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None

@@ -9,9 +9,9 @@ from api.errors import InvalidRequest
 from api.headers import FIT_NAME
 from api.job import Asked, Bill, Kept, Served
 from api.shapes.answer import WireFormat
-from api.shapes.body import MESSAGES_MAX, Body, Items
-from api.shapes.message import FunctionTool, Message
-from api.shapes.schemas import ChatBody, CompletionBody, Extension
+from api.shapes.body import Body, Items
+from api.shapes.message import FunctionTool
+from api.shapes.schemas import ChatBody, CompletionBody, Extension, Messages
 from api.shapes.usage import closing
 
 MIN_TTL_S, MAX_TTL_S = 60, 7 * 86_400
@@ -38,10 +38,7 @@ class NewCache(Body):
     model: str
     name: str | None = None
     ttl: Ttl = DEFAULT_TTL_S
-    messages: (
-        Annotated[list[Message], Field(min_length=1, max_length=MESSAGES_MAX, fail_fast=True)]
-        | None
-    ) = None
+    messages: Messages | None = None
     prompt: str | list[int] | None = None
     tools: Items[FunctionTool] | None = None
     chat_template_kwargs: dict[str, Any] | None = None

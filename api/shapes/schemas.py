@@ -50,6 +50,7 @@ Probability = Annotated[float, Field(gt=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 Salt = Annotated[str, Field(max_length=1_024)]
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MESSAGES_MAX, fail_fast=True)]
 
 
 class StreamOptions(Body):
@@ -238,7 +239,7 @@ class GenerationBody(LabelledBody):
 class ChatBody(GenerationBody):
     unserved = CHAT
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MESSAGES_MAX, fail_fast=True)]
+    messages: Messages
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=TOP_LOGPROBS_MAX)] | None = None

@@ -102,6 +102,7 @@ WRONG = [
     *((TEXT, text(prompt=prompt), "prompt") for prompt in NO_PROMPTS),
     (TEXT, text(prompt=["a"] * 33, n=2), "n"),
     ("/tokenize", {}, "prompt"),
+    ("/tokenize", {"messages": []}, "messages"),
     ("/detokenize", {"tokens": [999]}, "tokens"),
     ("/detokenize", {"tokens": ["a"]}, "tokens[0]"),
     (RESPONSES, asked(background=True), "background"),
