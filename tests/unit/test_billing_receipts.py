@@ -1,10 +1,14 @@
-"""Receipts and plans of a small ledger."""
+"""Receipts and plans of a small ledger, and the secrets of the data directory: one for all who ask
+at once, whole or not there."""
 
 import json
+import os
 import stat
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 
 import orjson
 import pytest
@@ -15,6 +19,7 @@ from billing.prices.cards import find_card, parse_card
 from billing.proof import rerate as plan
 from billing.reports import receipts
 from billing.reports.receipts import KEY_FILE, ReceiptSigner, receipt_for, verify_receipt
+from billing.secret_file import read_or_make
 from billing.usage import Usage
 from tests.support.commands import said
 
@@ -117,3 +122,29 @@ def test_a_plan_says_what_has_no_price_and_leaves_other_currencies(house):
     found = plan.rerate(house.ledger.store, plan.under_card(other))
     assert [("model", 214_000_000)] == [(row.model, row.charged) for row in found.unpriced]
     assert ([], 0) == (found.rows, found.num_differing)
+
+
+def test_all_who_make_one_at_once_have_the_same(tmp_path):
+    together = Barrier(4)
+
+    def make(number: int) -> bytes:
+        def fresh() -> bytes:
+            together.wait()  # all have seen that there is none
+            return bytes([number])
+
+        return read_or_make(tmp_path / "secret", fresh)
+
+    with ThreadPoolExecutor(4) as threads:
+        assert 1 == len(set(threads.map(make, range(4))))
+    assert [tmp_path / "secret"] == list(tmp_path.iterdir())
+    assert 0o600 == stat.S_IMODE((tmp_path / "secret").stat().st_mode)
+
+
+def test_a_write_that_fails_leaves_nothing(tmp_path, monkeypatch):
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        read_or_make(tmp_path / "secret", lambda: b"x")
+    assert [] == list(tmp_path.iterdir())

@@ -8,8 +8,9 @@ import lmdb
 import pytest
 
 from cachesvc.config.places import disk_path
+from tests.children import ran
 from tests.support.commands import said, told
-from tests.support.faulty_storage import chain, fill, take
+from tests.support.faulty_storage import chain, put, take
 from tiers.blocks.frames import FrameArena
 from tiers.blocks.layout import BlockLayout
 from tiers.disk.inspection.opening import open_shards
@@ -37,11 +38,7 @@ def in_cache(command, data_dir, *words, **how):
 
 
 def store(tier, ids):
-    arena = FrameArena(LAYOUT, len(ids))
-    frames = take(arena, len(ids))
-    for frame, block in zip(frames, ids, strict=True):
-        fill(frame, block)
-    tier.store(ids, frames)
+    put(tier, ids, take(FrameArena(LAYOUT, len(ids)), len(ids)))
 
 
 @pytest.fixture
@@ -98,9 +95,7 @@ def test_verify_names_what_is_wrong_fails_and_repairs_it(data_dir, ids, damage, 
 
 def test_verify_counts_at_one_moment_beside_another_process(data_dir, ids):
     with open_shards(disk_path(data_dir), readonly=True) as (_, (shard,)):
-        subprocess.run(
-            [sys.executable, "-c", PURGE, str(disk_path(data_dir)), ids[0].scope.hex()], check=True
-        )
+        ran(PURGE, disk_path(data_dir), ids[0].scope.hex())
         assert NUM_BLOCKS == shard.totals.num_blocks  # as it was opened
         assert verify(shard).sound
 

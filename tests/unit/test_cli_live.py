@@ -1,4 +1,4 @@
-"""Commands about a running server, and what they say where none runs."""
+"""Commands about a running server, what they ask it, and what they say where none runs."""
 
 import logging
 import os
@@ -17,7 +17,9 @@ from billing.operations.books import OpenBooks
 from billing.proof.prover import Prover
 from billing.reports.receipts import ReceiptSigner, verify_receipt
 from billing.store.opening import database_url
+from cachesvc.cli import explain
 from cachesvc.cli.cache.tree import tree_lines
+from cachesvc.cli.explain import _quote_lines
 from cachesvc.config.places import disk_path
 from cachesvc.operator.lookups import read_blocks
 from cachesvc.operator.purge import receipt
@@ -158,10 +160,8 @@ def test_a_tenant_that_the_server_does_not_know_is_named(server):
 def test_scopes_are_remembered_by_their_digest_and_bounded(tmp_path):
     read_secret(tmp_path)
     model = byte_model()
-    for number in range(250):
-        scope = CacheScope(weights=token_bytes([number]))
-        note_scopes(tmp_path, [replace(model, scope=scope)])
-        note_scopes(tmp_path, [replace(model, scope=scope)])
+    scopes = [CacheScope(weights=token_bytes([number])) for number in range(250)]
+    note_scopes(tmp_path, [replace(model, scope=scope) for scope in scopes for _ in range(2)])
     assert 2 * 200 == len(roots_of(tmp_path, "acme"))
 
 
@@ -170,3 +170,48 @@ def test_a_scope_is_drawn_with_its_owner(world):
     told["scopes"][0]["owner"] = "acme"
     first = next(iter(tree_lines(told)))
     assert first.startswith("scope ") and first.endswith(" of acme")
+
+
+QUOTE = {
+    "prompt_tokens": 100,
+    "hit_tokens": 64,
+    "hit_tokens_by_tier": {"device": 0, "host": 16, "disk": 48},
+    "miss_tokens": 36,
+    "max_output_tokens": 10,
+    "price": {
+        "currency": "CNY",
+        "prompt": "0.00004",
+        "at_most": "0.00006",
+        "card": "deepseek-launch",
+        "version": "2024-08-02",
+        "window": "standard",
+    },
+}
+
+
+def test_a_quote_says_where_hits_come_from_and_what_they_cost():
+    first, price = _quote_lines(QUOTE)
+    assert "100 tokens: 64 would hit (16 from host, 48 from disk), 36 would be computed" == first
+    assert "0.00004 CNY for the prompt, at most 0.00006 with 10 tokens" in price
+
+
+@pytest.mark.parametrize("name", ["mistyped.json", "/nowhere/body"])
+def test_a_file_that_does_not_exist_is_no_id(name):
+    assert f"error: there is no file {name}" == said("explain", name, code=1)
+
+
+def test_a_file_is_a_request_that_was_not_sent_and_else_it_is_an_id(tmp_path, monkeypatch):
+    file, asked = tmp_path / "request.json", []
+    file.write_text('{"prompt": "hi"}')
+
+    def answer(*sent):
+        asked.append(sent)
+        return {}
+
+    monkeypatch.setattr(
+        explain, "running_server", lambda _: SimpleNamespace(get=answer, post=answer)
+    )
+    for argument in ("cmpl-1", file):
+        told("explain", argument)
+    body = {"tenant": "default", "request": {"prompt": "hi"}}
+    assert [("/admin/api/requests/cmpl-1",), ("/admin/api/cache/quote", body)] == asked

@@ -6,7 +6,6 @@ import os
 from pathlib import Path
 
 import pytest
-import uvicorn
 from uvicorn.server import ServerState
 
 from cachesvc.server.connection import MAX_HEAD_BYTES, BoundedConnection, http_config
@@ -36,7 +35,7 @@ async def echo(scope, receive, send):
 async def served(app=echo, **bounds):
     """The address of `app` behind connections with these bounds."""
     kind = type("Bounded", (BoundedConnection,), bounds)
-    config, state = uvicorn.Config(app, lifespan="off", log_config=None), ServerState()
+    config, state = http_config(app, lifespan="off"), ServerState()
     loop = asyncio.get_running_loop()
     server = await loop.create_server(
         lambda: kind(config=config, server_state=state, app_state={}), "127.0.0.1", 0
@@ -245,20 +244,16 @@ async def test_where_all_are_being_answered_the_next_is_refused():
 
 async def test_an_idle_connection_outlives_proxies_and_clients():
     """nginx and load balancers of clouds reuse a connection for up to 60 s."""
-    state, loop = ServerState(), asyncio.get_running_loop()
-    config = http_config(echo, lifespan="off")
-    server = await loop.create_server(
-        lambda: BoundedConnection(config=config, server_state=state, app_state={}), "127.0.0.1", 0
-    )
-    reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
-    await ask(reader, writer)
-    [connection] = state.connections
-    closing = connection.timeout_keep_alive_task
-    assert closing is not None and closing.when() - loop.time() > 70
-    writer.close()
-    server.close()
-    connection.transport.abort()
-    await server.wait_closed()
+    made = []
+
+    def connection_made(self, transport):
+        made.append(self)
+        BoundedConnection.connection_made(self, transport)
+
+    async with connected(connection_made=connection_made) as client:
+        await ask(*client)
+        closing = made[0].timeout_keep_alive_task
+        assert closing is not None and closing.when() - asyncio.get_running_loop().time() > 70
 
 
 @pytest.mark.parametrize("pauses", [False, True])

@@ -1,4 +1,5 @@
-"""How many threads read the disks: by disks and processors, and as many do read at once."""
+"""How many threads read the disks, by disks and processors, as many do read at once, and what a
+node's disk leaves to others on its file system."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -8,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.support.chain_runner import chain_layout
+from tests.support.commands import said
 from tiers.blocks.frames import Frame
 from tiers.blocks.keys import BlockId
 from tiers.disk import readers
@@ -21,6 +23,7 @@ from tiers.telemetry.events import EventStream
 from tiers.tier import Loaded, ManagedTier
 from tiers.transfer.mover import Mover, ProbeJob
 
+MIB = 1 << 20
 Load = Callable[[Sequence[BlockId], Sequence[Frame]], Loaded]
 
 
@@ -66,3 +69,28 @@ def test_as_many_threads_read_at_once(tmp_path, monkeypatch):
         assert all(mover.submit(job) for job in jobs)
         mover.close()
     assert not met.broken
+
+
+def test_the_option_of_a_nodes_reserve_reaches_the_settings(tmp_path, monkeypatch):
+    told: list[NodeSettings] = []
+    monkeypatch.setattr("cachesvc.server.node.run_node", lambda node, **_: told.append(node))
+    monkeypatch.setattr("cachesvc.server.logs.configure", lambda log: None)
+    for more in ([], ["--disk-reserve", "64MiB"]):
+        said("node", "--socket", tmp_path / "s", "--disk-cache-dir", tmp_path, *more)
+    assert [None, 64 * MIB] == [each.disk_reserve_bytes for each in told]
+
+
+def test_the_disk_of_a_node_leaves_its_reserve(tmp_path):
+    """More than any file system has, so that nothing is left for blocks."""
+    sizes = []
+    for reserve in (0, 1 << 60):
+        settings = NodeSettings(
+            socket=tmp_path / "s",
+            host_bytes=MIB,
+            disk_dir=tmp_path / str(reserve),
+            disk_bytes=64 * MIB,
+            disk_reserve_bytes=reserve,
+        )
+        with closing(open_below(settings, chain_layout(4), None, EventStream())) as tier:
+            sizes.append(tier.stats().capacity_bytes)
+    assert sizes[0] == 64 * MIB > sizes[1]

@@ -1,26 +1,28 @@
 """When a block was computed and last used: true through every tier, a flush and a restart, and
-whatever the clock does."""
+whatever the clock does; and a block that is served from there is looked into once: its header
+proved, its record read."""
 
 import time
 from array import array
+from collections import Counter
 
 import pytest
 
 from tests.support.caches import cache_of
 from tests.support.disks import Clock, blocks
 from tests.support.disks import store as store_now
-from tests.support.served import LAYOUT as SMALL
-from tests.support.served import TOKENS, serve, settle
+from tests.support.served import LAYOUT, ROOT, TOKENS, serve, settle
 from tests.unit.test_disk_ops import load, opened
 from tiers.blocks.chain import Chain
-from tiers.blocks.keys import CacheScope
+from tiers.disk import reader
 from tiers.disk.inspection.view import open_view
 from tiers.disk.open import open_disk
+from tiers.disk.shard import Shard
 from tiers.memory.block import Below
 from tiers.policy.policy import Use
+from tiers.tier import TierName
 
 HOUR, DAY, YEAR = 3600, 86_400, 365 * 86_400
-ROOT = CacheScope(tenant=b"tester").root()
 NUM_BLOCKS = 6
 CHAIN = Chain(ROOT, array("i", range(NUM_BLOCKS * TOKENS)), TOKENS)
 
@@ -32,8 +34,8 @@ def times(root):
 
 
 def cache_over(root, clock=None):
-    disk = open_disk(root, SMALL, 4 << 20, clock=clock, check_s=60)
-    cache = cache_of(SMALL, 2 * NUM_BLOCKS, 2 * NUM_BLOCKS, disk=disk)
+    disk = open_disk(root, LAYOUT, 4 << 20, clock=clock, check_s=60)
+    cache = cache_of(LAYOUT, 2 * NUM_BLOCKS, 2 * NUM_BLOCKS, disk=disk)
     cache.start()
     serve(cache, CHAIN)
     return cache
@@ -125,3 +127,21 @@ def test_a_clock_that_jumps_between_two_runs(tmp_path, jump_s):
     tier.flush()
     assert [tier.probe(blocks(seed)) for seed in range(3)] == [4, 0, 0]
     tier.close()
+
+
+def test_each_block_of_a_disk_hit_is_proved_and_read_once(tmp_path, monkeypatch):
+    def served() -> dict[TierName, int]:
+        """Of a server of its own, which flushes its blocks at its end."""
+        cache = cache_of(LAYOUT, 40, 40, disk=open_disk(tmp_path, LAYOUT, 64 << 20))
+        cache.start()
+        hits = serve(cache, CHAIN)
+        assert cache.close() == 0
+        return hits
+
+    assert served() == {}
+    counts: Counter[str] = Counter()
+    prove, read = reader.is_block, Shard.read
+    monkeypatch.setattr(reader, "is_block", lambda *args: counts.update(["proved"]) or prove(*args))
+    monkeypatch.setattr(Shard, "read", lambda *args: counts.update(["read"]) or read(*args))
+    assert served() == {TierName.DISK: NUM_BLOCKS * TOKENS}
+    assert counts == {"proved": NUM_BLOCKS, "read": NUM_BLOCKS}

@@ -1,12 +1,17 @@
-"""What the documents say of the code is what the code says of itself."""
+"""What the documents say of the code and of its clients is so, and each class has a name of its
+own."""
 
+import ast
+import json
 import re
+from collections import defaultdict
 from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
 
 from cachesvc.observability.table import METRICS
+from tests.clients.matrix import PROGRAMS, RESULTS, rows
 from tests.reference import pages
 
 ROOT = Path(__file__).parents[2]
@@ -90,3 +95,37 @@ def test_options_of_commands_are_named_as_they_are():
             names = [name for name in options if f"{words} ".startswith(f"{name} ")]
             for flag in re.findall(r"(?<!\S)--[a-z-]+", words) if names else ():
                 assert flag in {*options[max(names, key=len)], "--help"}, f"{path}: {words}"
+
+
+def test_the_readme_shows_what_the_clients_did_and_each_cell_was_tried_and_passed():
+    results = json.loads(RESULTS.read_text(encoding="utf-8"))
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert "\n".join(rows(results)) in readme, (
+        "run `python -m tests.clients.matrix` and paste its table"
+    )
+    assert {name: set(program.cells()) for name, program in PROGRAMS.items()} == {
+        name: {cell for cell, line in told["cells"].items() if "seen" in line}
+        for name, told in results["clients"].items()
+    }
+
+
+# Names that mean two things on purpose, or the same thing twice.
+SHARED = {
+    "Block": "of KV here; of a message's content where that is the protocol's word",
+    "Tokenizer": "ours, and the part of it that api asks for",
+    "History": "of the server's counters, and the part of it that the admin pages ask for",
+    "Parser": "of a model's text; and vLLM's of arguments, within a function",
+}
+
+
+def test_a_class_shares_its_name_with_none():
+    """In all five packages."""
+    found = defaultdict(list)
+    for package in PACKAGES:
+        for path in (ROOT / package).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ClassDef):
+                    found[node.name].append(str(path.relative_to(ROOT)))
+    twice = {name: places for name, places in found.items() if len(places) > 1}
+    new = {name: at for name, at in twice.items() if name not in SHARED and name[0] != "_"}
+    assert {} == new, "give one of them another name"

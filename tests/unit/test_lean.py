@@ -1,6 +1,8 @@
-"""What of torch a server does not import, and that it is whole for whoever does."""
+"""What of torch a server does not import, and that it is whole for whoever does; and that what is
+frozen for speed is still taken apart when the process ends."""
 
 import json
+from pathlib import Path
 
 from tests.children import ran
 from tests.support.models import save_tiny_model
@@ -98,3 +100,43 @@ def test_a_server_imports_no_compiler_and_no_tensors_over_many_devices(tmp_path)
 
 def test_what_a_stand_in_lacks_comes_from_the_module():
     ran(FALLBACK)
+
+
+FOLDER = Path(__file__).parents[2] / "engine"
+PROGRAM = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import garbage
+
+class Watched:
+    def __init__(self):
+        self.itself = self
+    def __del__(self):
+        print("freed")
+
+Watched()
+kept = Watched()
+garbage.freeze_loaded()
+print("frozen")
+"""
+SELDOM = """
+import gc
+import sys
+sys.path.insert(0, sys.argv[1])
+usual = gc.get_threshold()
+import garbage
+garbage.freeze_loaded()
+print(gc.get_threshold() == usual)
+with garbage.scanning_seldom():
+    print(gc.get_threshold() == (garbage.YOUNG, *usual[1:]))
+garbage.thaw()
+print(gc.get_threshold() == usual)
+"""
+
+
+def test_a_cycle_is_freed_before_the_freeze_or_at_the_end() -> None:
+    assert ["freed", "frozen", "freed"] == ran(PROGRAM, FOLDER).split()
+
+
+def test_only_a_server_scans_the_young_seldom() -> None:
+    assert 3 * ["True"] == ran(SELDOM, FOLDER).split()

@@ -42,26 +42,18 @@ def full(residency: Residency) -> tuple[Block, Block]:
     return colder, passed
 
 
-def test_windows_that_no_use_needed_leave_the_host_before_any_block(residency):
+@pytest.mark.parametrize(
+    ("below", "spares", "leave"),
+    [(False, False, True), (True, False, False), (False, True, False)],
+    ids=["that no use needed", "that a tier below lacks", "of blocks to spare"],
+)
+def test_windows_leave_the_host_before_any_block_or_stay(residency, below, spares, leave):
+    residency.host.has_below = below
     colder, passed = full(residency)
-    assert residency.take_frame(None, lesser=True) is not None
-    assert colder.frame is not None
-    assert passed.frame is not None and passed.frame.part is Part.LASTING
-
-
-def test_windows_that_a_tier_below_lacks_stay_on_the_host(residency):
-    residency.host.has_below = True
-    colder, passed = full(residency)
-    assert residency.take_frame(None, lesser=True) is not None
-    assert colder.frame is None
-    assert passed.frame is not None and passed.frame.part is Part.WHOLE
-
-
-def test_windows_of_blocks_to_spare_stay_on_the_host(residency):
-    colder, passed = full(residency)
-    assert residency.take_frame(None, [passed], lesser=True) is not None
-    assert colder.frame is None
-    assert passed.frame is not None and passed.frame.part is Part.WHOLE
+    assert residency.take_frame(None, [passed] if spares else (), lesser=True) is not None
+    assert leave == (colder.frame is not None)
+    assert passed.frame is not None
+    assert passed.frame.part is (Part.LASTING if leave else Part.WHOLE)
 
 
 def test_windows_of_a_block_that_is_used_again_stay_on_the_device(residency):

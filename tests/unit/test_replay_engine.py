@@ -1,15 +1,22 @@
-"""The replay: prefix semantics, tiers over one another, and agreement with independent models."""
+"""The replay: traces as files, prefix semantics, tiers over one another, agreement with independent
+models, and `cachesvc replay` as users run it."""
 
+import gzip
+import json
 from collections import OrderedDict
 from pathlib import Path
 
 import pytest
+import zstandard
 
+from tests.live_server import SCRIPT
+from tests.support.commands import said, told
 from tests.support.workloads import agents, chat, documents, make_trace, scan
+from tests.terminal import on_a_terminal
 from tiers.errors import ConfigurationError
 from tiers.policy.admission import WritePolicy
 from tiers.replay.replay import ReplayResult, TierPlan, replay
-from tiers.replay.trace import Trace, TraceRequest, read_trace
+from tiers.replay.trace import Trace, TraceError, TraceRequest, read_trace
 
 REAL = Path(__file__).parents[3] / "shared/traces/mooncake_conversation.jsonl.gz"
 MIXED = make_trace(
@@ -132,3 +139,112 @@ def test_the_public_trace_gives_the_published_rates():
     tiers = run(trace, 1828, 16451, 164511, keeps=False).tiers
     rates = [tier.hit_tokens / trace.input_tokens for tier in tiers]
     assert rates == pytest.approx([0.0535, 0.2309, 0.0892], abs=1e-4)
+
+
+CHAINS = [[0, 1, 2], [0, 3], [0, 1, 2, 4], [0, 3, 5], [6, 7, 8], [0, 1, 2, 4, 9]]
+TIERS = ("--tiers", "device=2,host=30%,disk=90%")
+
+
+@pytest.fixture
+def trace(tmp_path):
+    path = tmp_path / "t.jsonl"
+    lines = [
+        {"timestamp": 1000 * i, "input_length": 512 * len(chain), "hash_ids": chain}
+        for i, chain in enumerate(CHAINS)
+    ]
+    path.write_text("\n".join(json.dumps(line) for line in lines))
+    return str(path)
+
+
+def shown(*words, **how):
+    return said("replay", *words, env={"COLUMNS": "200"}, **how)
+
+
+def test_json_has_a_result_for_each_capacity_and_the_table_is_for_people(trace):
+    found = told("replay", trace, "--capacity-blocks", "5,100%")
+    assert [each["capacity_blocks"] for each in found] == [5, 10]
+    unlimited = found[1]
+    assert unlimited["tokens"] == 512 * 20
+    assert unlimited["hit_tokens"] == 512 * 10
+    assert unlimited["hit_rate"] == 0.5
+    table = shown(trace, "--capacity-blocks", "10")
+    for text in ("6 requests", "10,240 tokens", "0.5000", "of all"):
+        assert text in table
+
+
+def test_tiers_show_hits_and_writes_of_each(trace):
+    (one,) = told("replay", trace, *TIERS)
+    assert [tier["name"] for tier in one["tiers"]] == ["device", "host", "disk"]
+    assert sum(tier["hit_tokens"] for tier in one["tiers"]) == one["hit_tokens"] == 5120
+    written = one["tiers"][2]["written_blocks"]
+    assert [written > 0, str(written)] == [True, shown(trace, *TIERS).split()[-1]]
+
+
+def test_no_figure_is_cut_piped_or_in_a_narrow_window(trace, tmp_path):
+    piped = said("replay", trace, *TIERS)
+    for text in ("0.5000", "device", "host", "disk", "written to disk"):
+        assert text in piped
+    command = ["env", "COLUMNS=50", str(SCRIPT), "replay", trace, *TIERS]
+    with on_a_terminal(command, tmp_path) as terminal:
+        terminal.read_to_end()
+        text = "\n".join(terminal.lines)
+    assert "0.5000" in text
+    assert "…" not in piped + text
+    assert 50 >= max(len(line) for line in terminal.lines if "0.5000" in line)
+    assert "not shown here, but in a wider window and with --json: of all" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--capacity-blocks", "0"], "'0' is neither a number of blocks"),
+        (["--capacity-blocks", "5,"], "'' is neither a number of blocks"),
+        (["--capacity-blocks", "nan%"], "'nan%' is neither"),
+        (["--tiers", "device"], "is not NAME=SIZE"),
+        (["--tiers", "a=5"], "the tiers are device, host, disk"),
+        (["--block-tokens", "2000"], "give the trace's own block size"),
+    ],
+)
+def test_bad_input_is_told_what_was_wrong(trace, arguments, message):
+    assert message in shown(trace, *arguments, code=2)
+    assert "No such file" in shown("/no/such/trace.jsonl", code=2)
+
+
+LINE = {"timestamp": 3000, "input_length": 1030, "output_length": 7, "hash_ids": [5, 6, 7]}
+TEXT = (json.dumps(LINE) + "\n\n").encode()
+
+
+@pytest.mark.parametrize(
+    ("name", "data"), [("t.jsonl", TEXT), ("t.jsonl.gz", gzip.compress(TEXT, mtime=0))]
+)
+def test_plain_and_gzip_read_alike(tmp_path, name, data):
+    path = tmp_path / name
+    path.write_bytes(data)
+    trace = read_trace(path)
+    assert list(trace.requests) == [TraceRequest(3.0, 1030, (5, 6, 7), 7, None)]
+    assert (trace.input_tokens, trace.working_set_blocks()) == (1030, 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        ("cut.gz", gzip.compress(TEXT * 50, mtime=0)[:-20], "cannot read the trace"),
+        ("not.gz", b"plain", "cannot read the trace"),
+        ("bad.gz", gzip.compress(TEXT, mtime=0)[:12] + b"\xff" * 40, "cannot read the trace"),
+        ("t.jsonl.zst", zstandard.compress(TEXT), "cannot read the trace"),
+        ("bytes.jsonl", b"\xff\xfe", "cannot read the trace"),
+        ("empty.jsonl", b"\n", "holds no request"),
+        ("text.jsonl", TEXT + b"hello", "line 3: not JSON"),
+        ("list.jsonl", b"[1]", "line 1: each line must be a JSON object"),
+        ("short.jsonl", b'{"timestamp": 1, "input_length": 5}', "hash_ids must be a list"),
+        ("minus.jsonl", TEXT.replace(b"1030", b"-1"), "input_length must be a number"),
+        ("clock.jsonl", TEXT.replace(b"3000", b'"x"'), "timestamp must be a number"),
+        ("nan.jsonl", TEXT.replace(b"3000", b"NaN"), "timestamp must be a number"),
+    ],
+)
+def test_a_file_that_is_no_trace_is_refused_with_its_line(tmp_path, name, data, message):
+    path = tmp_path / name
+    path.write_bytes(data)
+    with pytest.raises(TraceError, match=message) as refused:
+        read_trace(path)
+    assert name in str(refused.value)

@@ -12,6 +12,7 @@ from tiers.blocks.frames import FrameArena
 from tiers.blocks.keys import CacheScope
 from tiers.blocks.layout import BlockLayout, LayerLayout
 from tiers.blocks.part import Part
+from tiers.blocks.places import BlockPlaces
 from tiers.errors import CopyFailed
 from tiers.memory.block import Block, BlockState
 from tiers.memory.device import DevicePool, slot_nbytes
@@ -389,3 +390,21 @@ def test_frames_of_both_sizes_never_overlap_and_none_is_lost(seed):
         arena.give(frame)
     assert (6, 0) == (arena.num_free, arena.num_taken)
     assert all(arena.take() is not None for _ in range(6))
+
+
+def test_parts_of_a_place_that_is_to_be_emptied_are_taken_last():
+    places = BlockPlaces(2, 4)
+    first = [places.take(lesser=True) for _ in range(3)]
+    second = places.take()
+    places.lessen(second)
+    places.take_last(first[0])
+    taken = [places.take(lesser=True) for _ in range(4)]
+    assert [1, 1, 1, 0] == [places.whole_of(place) for place in taken if place is not None]
+
+
+def test_a_place_given_back_twice_is_noticed():
+    places = BlockPlaces(1, 1)
+    place = places.take()
+    places.give(place)
+    with pytest.raises(AssertionError, match="back twice"):
+        places.give(place)

@@ -21,10 +21,8 @@ from engine import driver
 from engine.driver import check_device
 from engine.errors import AdapterError, ModelError
 from engine.models.files import check
-from tests.live_server import SCRIPT
-from tests.support.commands import said, told
+from tests.support.commands import said
 from tests.support.stand_in import Handler, StandIn, served
-from tests.terminal import on_a_terminal
 from tiers.disk.directory import DirectoryLock
 from tiers.errors import DirectoryLocked
 
@@ -246,22 +244,3 @@ def test_a_full_disk_is_found_at_the_start(tmp_path, monkeypatch, number):
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(ConfigError, match=r"is full, .* free some space"):
         make_data_dir(tmp_path)
-
-
-def test_replay_cuts_no_figure_piped_or_in_a_narrow_window(tmp_path):
-    trace = tmp_path / "t.jsonl"
-    request = {"timestamp": 0, "input_length": 512 * 3, "hash_ids": [0, 1, 2]}
-    trace.write_text("\n".join([json.dumps(request)] * 3))
-    words = ["replay", str(trace), "--tiers", "device=1,host=1,disk=1"]
-    piped = said(*words)
-    (figures,) = told(*words)
-    rate = f"{figures['hit_rate']:.4f}"
-    for shown in (rate, "device", "host", "disk", "written to disk"):
-        assert shown in piped
-    with on_a_terminal(["env", "COLUMNS=50", str(SCRIPT), *words], tmp_path) as terminal:
-        terminal.read_to_end()
-        text = "\n".join(terminal.lines)
-    assert rate in text
-    assert "…" not in piped + text
-    assert 50 >= max(len(line) for line in terminal.lines if rate in line)
-    assert "not shown here, but in a wider window and with --json: of all" in text
