@@ -2,19 +2,16 @@
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from engine.attention.base import AttentionCall, AttentionOptions, ReferenceAttention
 from engine.attention.cpu import CpuAttention
-from engine.batch import Span
-from engine.request import SamplingParams
+from tests.parity.attending import attended, span
 from tests.support.threads import beside
 from tiers.blocks.layout import BlockLayout, LayerLayout
 
 LAYERS, KV_HEADS, GROUPS, DIM, BLOCK = 2, 3, 3, 32, 16
-PARAMS = SamplingParams(temperature=0)
 OPTIONS = {
     "plain": AttentionOptions(scaling=DIM**-0.5),
     "window": AttentionOptions(scaling=DIM**-0.5, window=21),
@@ -30,38 +27,18 @@ def new_pool(dtype):
     return torch.randn(shape, generator=generator).to(dtype)
 
 
-def span(sequence_id, start, count, first_block, **fields):
-    table = list(range(first_block, first_block + 20))
-    tokens = np.zeros(count, np.int32)
-    return Span(sequence_id, tokens, start, table, True, PARAMS, **fields)
-
-
-def run(attention, spans, options, seed):
-    """All layers of one step over seeded queries, keys and values; one row of padding."""
-    generator = torch.Generator().manual_seed(seed)
-    total = sum(len(span.tokens) for span in spans) + 1
-    attention.begin(spans)
-    outputs = []
-    for layer in range(LAYERS):
-        query = torch.randn(total, KV_HEADS * GROUPS, DIM, generator=generator)
-        key, value = torch.randn(2, total, KV_HEADS, DIM, generator=generator)
-        outputs.append(
-            attention.attend(AttentionCall(layer, query, key, value, options))[: total - 1]
-        )
-    attention.finish()
-    return torch.cat(outputs)
-
-
+ONE, OTHER = range(20), range(20, 40)  # block tables
 STEPS = [
-    [span(1, 0, 30, 0), span(2, 45, 20, 20)],  # a cold chunk; a prefix that stands already
-    [span(1, 30, 1, 0), span(2, 65, 1, 20)],
-    [span(1, 31, 170, 0), span(2, 66, 1, 20)],  # over several tiles; decoding beside it
-    [span(1, 201, 2, 0)],
-    [span(2, 67, 3, 20), span(1, 203, 1, 0)],
-    [span(1, 200, 4, 0, write_kv=False)],
+    [span(1, 0, 30, ONE), span(2, 45, 20, OTHER)],  # a cold chunk; a prefix that stands already
+    [span(1, 30, 1, ONE), span(2, 65, 1, OTHER)],
+    [span(1, 31, 170, ONE), span(2, 66, 1, OTHER)],  # over several tiles; decoding beside it
+    [span(1, 201, 2, ONE)],
+    [span(2, 67, 3, OTHER), span(1, 203, 1, ONE)],
+    [span(1, 200, 4, ONE, write_kv=False)],
 ]
 
 
+PLAIN = (LayerLayout(KV_HEADS, DIM, DIM),) * LAYERS
 LATENT = LayerLayout(1, 24, 16, shared=True)  # as DeepSeek's
 SHAPES = {
     "latents": (LATENT, LATENT),
@@ -75,30 +52,13 @@ ANY_DTYPE = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
 def agree(pool, layers, options, budget, num_heads=36):
     """Both paths give and write the same in all steps."""
-    generator = torch.Generator().manual_seed(1)
     pools = pool.clone(), pool.clone()
-    paths = (
-        ReferenceAttention(pools[0], layers),
-        CpuAttention(pools[1], layers, budget_bytes=budget),
-    )
-    for spans in STEPS:
-        total = sum(len(span.tokens) for span in spans)
-        for path in paths:
-            path.begin(spans)
-        for number, layer in enumerate(layers):
-            heads, dim = layer.num_heads, layer.key_dim
-            query = torch.randn(
-                total + 1, num_heads, dim, generator=generator
-            )  # one row of padding
-            key = torch.randn(total + 1, heads, dim, generator=generator)
-            value = torch.randn(total + 1, heads, layer.value_dim, generator=generator)
-            value = key[..., : layer.value_dim] if layer.shared else value
-            call = AttentionCall(number, query, key, value, options)
-            expected, actual = (path.attend(call)[:total] for path in paths)
-            assert (total, num_heads, layer.value_dim) == actual.shape
-            torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
-        for path in paths:
-            path.finish()
+    reference = ReferenceAttention(pools[0], layers)
+    fast = CpuAttention(pools[1], layers, budget_bytes=budget)
+    for seed, spans in enumerate(STEPS):
+        given = layers, spans, options, num_heads, seed
+        expected, actual = attended(reference, *given), attended(fast, *given)
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
     assert torch.equal(pools[0], pools[1]), "both paths write the same"
 
 
@@ -115,40 +75,32 @@ def test_layers_of_other_shapes_agree_with_the_reference(layers, dtype, budget):
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("budget", [1 << 30, 500_000, 0], ids=["ample", "one copy", "none"])
 def test_working_copies_agree_with_the_reference(options, dtype, budget):
-    layers = (LayerLayout(KV_HEADS, DIM, DIM),) * LAYERS
-    agree(new_pool(dtype), layers, options, budget, num_heads=KV_HEADS * GROUPS)
-
-
-def test_a_forgotten_sequence_is_read_from_the_pool_again():
-    """Another sequence under an old id, and an old one after preemption, see the pool's values."""
-    pool = new_pool(torch.float32)
-    fast, options = CpuAttention(pool), OPTIONS["plain"]
-    run(fast, [span(1, 0, 40, 0)], options, seed=1)
-    fast.forget(1)
-    pool[:3] += 1.0
-    expected = run(ReferenceAttention(pool.clone()), [span(1, 40, 1, 0)], options, seed=2)
-    torch.testing.assert_close(run(fast, [span(1, 40, 1, 0)], options, seed=2), expected)
+    agree(new_pool(dtype), PLAIN, options, budget, num_heads=KV_HEADS * GROUPS)
 
 
 @pytest.mark.parametrize(
     ("length", "failed", "spans"),
-    [(20, span(1, 20, 8, 0), [span(1, 20, 8, 0)]), (30, span(1, 10, 8, 0), [span(1, 30, 1, 0)])],
+    [
+        (20, span(1, 20, 8, ONE), [span(1, 20, 8, ONE)]),
+        (30, span(1, 10, 8, ONE), [span(1, 30, 1, ONE)]),
+    ],
     ids=["half way", "further back"],
 )
 def test_a_step_that_failed_leaves_nothing_in_the_copy(length, failed, spans):
     pool = new_pool(torch.float32)
     fast, options = CpuAttention(pool), OPTIONS["plain"]
-    run(fast, [span(1, 0, length, 0)], options, seed=1)
+    attended(fast, PLAIN, [span(1, 0, length, ONE)], options, KV_HEADS * GROUPS, seed=1)
     fast.begin([failed])
     noise = torch.ones(8, KV_HEADS * GROUPS, DIM)
     fast.attend(AttentionCall(0, noise, noise[:, :KV_HEADS], noise[:, :KV_HEADS], options))
-    expected = run(ReferenceAttention(pool.clone()), spans, options, seed=2)
-    torch.testing.assert_close(run(fast, spans, options, seed=2), expected)
+    given = PLAIN, spans, options, KV_HEADS * GROUPS, 2
+    expected = attended(ReferenceAttention(pool.clone()), *given)
+    torch.testing.assert_close(attended(fast, *given), expected)
 
 
 def test_a_token_gets_the_same_bits_alone_and_beside_others():
     """Neighbouring spans of one token are written together; one that writes nothing is between."""
-    spans = [span(1, 30, 1, 0), span(2, 65, 1, 20), span(3, 7, 1, 0, write_kv=False)]
+    spans = [span(1, 30, 1, ONE), span(2, 65, 1, OTHER), span(3, 7, 1, ONE, write_kv=False)]
     pool, options = new_pool(torch.float32), OPTIONS["plain"]
     query = torch.randn(3, KV_HEADS * GROUPS, DIM)
     key, value = torch.randn(2, 3, KV_HEADS, DIM)
@@ -166,7 +118,7 @@ def test_a_token_gets_the_same_bits_alone_and_beside_others():
 def test_bfloat16_queries_are_attended_in_float32(budget):
     """The answer is rounded once, at the end."""
     pool = new_pool(torch.bfloat16)
-    spans = [span(1, 45, 20, 20), span(2, 33, 1, 0)]
+    spans = [span(1, 45, 20, OTHER), span(2, 33, 1, ONE)]
     generator = torch.Generator().manual_seed(1)
     query = torch.randn(21, KV_HEADS * GROUPS, DIM, generator=generator).bfloat16()
     key, value = torch.randn(2, 21, KV_HEADS, DIM, generator=generator).bfloat16()

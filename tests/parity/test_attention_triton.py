@@ -11,7 +11,6 @@ import torch
 from engine.attention import pieces as attention_pieces
 from engine.attention.base import (
     TAIL_QUERIES,
-    AttentionCall,
     AttentionOptions,
     ReferenceAttention,
     attend_dense,
@@ -20,7 +19,7 @@ from engine.attention.pieces import PagedKeys
 from engine.batch import Batch, Span
 from engine.execution.cuda_graphs import StepGraphs, cuda_graphs
 from engine.execution.runner import ModelRunner
-from engine.request import SamplingParams
+from tests.parity.attending import PARAMS, attended, span
 from tests.support.interpreted import INTERPRETED, TIMEOUT_S, in_child, in_parent, run_in_child
 from tests.support.models import new_pool, tiny_model
 from tiers.blocks.layout import LayerLayout
@@ -29,7 +28,6 @@ triton = pytest.importorskip("triton", reason="triton is not installed")
 
 LAYERS, KV_HEADS, BLOCK = 2, 2, 16
 CPU = torch.device("cpu")
-PARAMS = SamplingParams(temperature=0)
 
 if INTERPRETED:
     from triton.runtime.errors import OutOfResources
@@ -58,39 +56,19 @@ def test_the_kernel_under_the_interpreter():
     assert "27 passed" in run_in_child(__file__, loops=True)
 
 
-def span(sequence_id, start, count, table, **fields):
-    return Span(sequence_id, np.zeros(count, np.int32), start, table, True, PARAMS, **fields)
-
-
 def agree(heads, dim, options, spans, *, rank=None, dtype=torch.float32):
     """The kernel's path gives what the reference does, and both write the same. Of latents if they
     have a `rank`; `heads` in all."""
-    layers = () if rank is None else (LayerLayout(1, dim, rank, shared=True),) * LAYERS
+    plain = LayerLayout(KV_HEADS, dim, dim)
+    layers = (plain if rank is None else LayerLayout(1, dim, rank, shared=True),) * LAYERS
     generator = torch.Generator().manual_seed(1)
     shape = (2, BLOCK, KV_HEADS) if rank is None else (1, BLOCK, 1)
     pool = torch.randn(45, LAYERS, *shape, dim, generator=generator).to(dtype)
     pools = pool.clone(), pool.clone()
     paths = ReferenceAttention(pools[0], layers), paged.TritonAttention(pools[1], layers)
-    expected, actual = (run(path, spans, heads, dim, options, rank) for path in paths)
+    expected, actual = (attended(path, layers, spans, options, heads, 5) for path in paths)
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
     assert torch.equal(pools[0], pools[1]), "both paths write the same"
-
-
-def run(attention, spans, heads, dim, options, rank):
-    generator = torch.Generator().manual_seed(5)
-    total = sum(len(span.tokens) for span in spans) + 1  # one row of padding
-    kv_heads = KV_HEADS if rank is None else 1
-    attention.begin(spans)
-    outputs = []
-    for layer in range(LAYERS):
-        query = torch.randn(total, heads, dim, generator=generator)
-        key, value = torch.randn(2, total, kv_heads, dim, generator=generator)
-        if rank is not None:
-            value = key[..., :rank]
-        call = AttentionCall(layer, query, key, value, options)
-        outputs.append(attention.attend(call)[: total - 1])
-    attention.finish()
-    return torch.cat(outputs)
 
 
 def options_of(scaling, window, scores, heads):

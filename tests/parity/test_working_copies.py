@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count, pairwise
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -16,12 +15,12 @@ from engine.attention.copies import FreeRanges, WorkingCopies, _num_shared
 from engine.attention.cpu import CpuAttention
 from engine.attention.kv_pool import KvPool
 from engine.batch import Span
-from engine.request import SamplingParams
+from tests.parity.attending import attended
+from tests.parity.attending import span as span_of
 from tiers.blocks.layout import BlockLayout, LayerLayout
 
 BLOCK, SLOTS, HEADS, DIM = 16, 24, 2, 8
 COPY_BYTES = 256 * 2 * 2 * HEADS * DIM * 4  # of a short sequence of "plain"
-PARAMS = SamplingParams(temperature=0)
 PLAIN = LayerLayout(HEADS, DIM, DIM)
 MODELS = {
     "plain": (PLAIN, PLAIN),
@@ -39,7 +38,7 @@ class Pool:
         self.tensor = torch.randn(SLOTS, *shape)
         self.owners = [*range(1, SLOTS + 1)]
         self.fast = CpuAttention(self.tensor, layers, self.owners, budget_bytes=budget_bytes)
-        self._numbers = count(SLOTS + 1)
+        self._numbers, self._seeds = count(SLOTS + 1), count()
 
     def hand_on(self, slot: int) -> None:
         """Another block comes into the slot."""
@@ -49,20 +48,9 @@ class Pool:
     def check_step(self, spans: Sequence[Span]) -> None:
         """One step of both attentions, which must agree and leave the same pool."""
         before = self.tensor.clone()
-        reference = ReferenceAttention(before, self.layers)
-        total = sum(len(span.tokens) for span in spans)
-        reference.begin(spans)
-        self.fast.begin(spans)
-        for number, layer in enumerate(self.layers):
-            query = torch.randn(total, 4, layer.key_dim)
-            key, value = torch.randn(2, total, layer.num_heads, layer.key_dim)
-            options = AttentionOptions(scaling=0.3, window=layer.window)
-            call = AttentionCall(number, query, key, value, options)
-            torch.testing.assert_close(
-                self.fast.attend(call), reference.attend(call), rtol=1e-4, atol=1e-5
-            )
-        reference.finish()
-        self.fast.finish()
+        given = self.layers, spans, AttentionOptions(scaling=0.3), 4, next(self._seeds)
+        expected = attended(ReferenceAttention(before, self.layers), *given)
+        torch.testing.assert_close(attended(self.fast, *given), expected, rtol=1e-4, atol=1e-5)
         assert torch.equal(before, self.tensor)
 
     @property
@@ -71,7 +59,7 @@ class Pool:
 
 
 def span(sequence_id: int, table: list[int], start: int, num_tokens: int = 1) -> Span:
-    return Span(sequence_id, np.zeros(num_tokens, np.int32), start, table, True, PARAMS)
+    return span_of(sequence_id, start, num_tokens, table)
 
 
 @pytest.fixture
