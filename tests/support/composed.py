@@ -1,6 +1,5 @@
 """A model with its tiers and engine, composed as the server does it, and asked by one caller."""
 
-from array import array
 from collections.abc import Sequence
 from pathlib import Path
 from queue import SimpleQueue
@@ -8,8 +7,9 @@ from typing import Self
 
 from engine.composition import compose
 from engine.models.load import LoadedModel
-from engine.request import Request, SamplingParams, StepOutput
+from engine.request import SamplingParams, StepOutput
 from engine.settings import EngineSettings
+from tests.support.requests import request
 from tiers.cache import CacheSettings
 from tiers.disk.open import open_disk
 
@@ -24,7 +24,6 @@ class Composed:
         folder: Path,
         *,
         device_bytes: int = 4 << 20,
-        host_bytes: int = 4 << 20,
         disk_bytes: int = 0,
     ) -> None:
         layout = loaded.layout()
@@ -33,23 +32,18 @@ class Composed:
             loaded,
             layout,
             self._outputs.put,
-            cache=CacheSettings(device_bytes=device_bytes, host_bytes=host_bytes),
+            cache=CacheSettings(device_bytes=device_bytes, host_bytes=4 << 20),
             disk=open_disk(folder, layout, disk_bytes) if disk_bytes else None,
             pin_folder=folder,
             engine=EngineSettings(),
         )
         self.core.start()
 
-    def ask(self, tokens: Sequence[int], params: SamplingParams) -> list[int]:
-        """One prompt's answer."""
-        asked = array("i", tokens)
-        self.core.engine.submit(
-            Request(request_id="one", tokens=asked, params=params, scope=self.core.scope)
-        )
-        told: list[StepOutput] = []
-        while not told or not told[-1].last:
-            told += self._outputs.get()
-        return [token for output in told for token in output.tokens]
+    def ask(self, tokens: Sequence[int], params: SamplingParams) -> None:
+        """One prompt, to the end of its answer."""
+        self.core.engine.submit(request(tokens, params=params, scope=self.core.scope))
+        while not self._outputs.get()[-1].last:
+            pass
 
     def close(self) -> None:
         self.core.close()
