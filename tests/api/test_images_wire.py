@@ -104,13 +104,7 @@ def _bodies_with(address: str) -> Iterator[tuple[str, dict[str, Any]]]:
     yield RESPONSES, {"model": "bytes", "input": "hi", "tools": [server]}
 
 
-@pytest.mark.parametrize(
-    "host",
-    [
-        *("127.0.0.1", "[::1]", "[::ffff:127.0.0.1]", "2130706433", "0177.0.0.1", "0x7f.1"),
-        *("localhost", "169.254.169.254", "rebound.example"),
-    ],
-)
+@pytest.mark.parametrize("host", ["127.0.0.1", "0x7f.1", "rebound.example"])
 async def test_no_address_in_a_request_is_looked_up_or_opened(client, monkeypatch, host):
     """So it matters to nobody how an address is written, redirected or resolved."""
     asked: list[Any] = []

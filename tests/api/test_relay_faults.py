@@ -211,33 +211,6 @@ async def test_another_site_is_tried_once_before_the_first_byte(up, at):
             assert 9 == len(charges(service))
 
 
-async def test_readiness_tells_when_no_site_answers_and_when_one_is_back(up, at, monkeypatch):
-    monkeypatch.undo()  # with its breaker
-    async with at(up) as (service, client):
-        assert 200 == (await client.get("/health/ready")).status_code
-        up.status = 500
-        for _ in range(3):
-            assert 502 == (await client.post(CHAT, json=body(CHAT))).status_code
-        assert 503 == (await client.get("/health/ready")).status_code
-        (use,) = service.core.engine.stats().engines
-        assert (up.url, False, 0, 3) == (use.url, use.is_up, use.num_in_flight, use.errors)
-        up.status, right = 200, up.cards
-        up.cards = [right[0] | {"id": "third"}]
-        async with asyncio.timeout(30):
-            refused = {up.url: "is refused; the log says why"}
-            while (await client.get("/health/ready")).json().get("engines") != refused:
-                await asyncio.sleep(0.05)
-        assert 503 == (await client.post(CHAT, json=body(CHAT))).status_code
-        assert 3 == len(up.asked), "it has come back as another model"
-        up.cards = right
-        async with asyncio.timeout(30):
-            while (await client.get("/health/ready")).status_code != 200:
-                await asyncio.sleep(0.05)
-        assert 200 == (await client.post(CHAT, json=body(CHAT))).status_code
-        (use,) = service.core.engine.stats().engines
-        assert (PROMPT, CACHED) == (use.prompt_tokens, use.hit_tokens)
-
-
 async def test_a_site_that_comes_later_is_used_once_it_is_what_the_others_are(
     up, at, monkeypatch, caplog
 ):
@@ -346,17 +319,6 @@ async def test_an_answer_in_an_encoding_that_nobody_asked_for_is_none(up, tmp_pa
             answer = await client.post(CHAT, json=body(CHAT, stream=True))
             assert 200 == answer.status_code, answer.text
             assert [{}, ALL] == [usage_of(each) for each in charges(service)]
-
-
-async def test_a_redirect_is_not_followed_with_the_key(up, tmp_path):
-    with served(UpstreamServer()) as other:
-        up.status, up.headers = 307, {"location": f"{other.url}{CHAT}"}
-        async with relaying(tmp_path, up, engine_key="sk-inside") as (service, client):
-            for stream in (False, True):
-                answer = await client.post(CHAT, json=body(CHAT, stream=stream))
-                assert (502, "engine_fault") == refusal(answer)
-            assert [] == other.asked
-            assert [{}, {}] == [usage_of(each) for each in charges(service)]
 
 
 async def test_a_body_that_ends_where_its_header_says_is_read_to_there(

@@ -249,6 +249,7 @@ async def test_metrics_tell_models_at_one_url_apart(start, up):
         told = f'cachesvc_engine_prompt_tokens_total{{engine="{up.url}",model="%s"}} %s'
         assert told % ("one", "0.0") in lines
         assert told % ("two", "100.0") in lines
+        assert told.replace("prompt", "hit") % ("two", "64.0") in lines
 
 
 HELLO = {

@@ -24,20 +24,6 @@ from billing.usage import EMPTY, Usage
 from tests.support.billing import PRICE, USAGE, ManualClock, entries_of, running_ledger
 
 
-def test_granted_money_is_spent_first_and_debt_is_paid_first(house):
-    house.accounts.set_credit_limit("acme", UNITS, by="test")
-    house.deposit(Kind.GRANT, 4_000_000, "g")
-    house.fund(100_000_000)
-    house.charge("r1", USAGE)
-    charged = entries_of(house.ledger.store)[-1]
-    assert charged.postings == (
-        "granted:-4000000 topup:-100000000 receivable:-100000000 revenue:204000000"
-    )
-    house.fund(150_000_000)
-    account = house.account()
-    assert (account.granted, account.topup, account.owed) == (0, 50_000_000, 0)
-
-
 def test_a_request_is_settled_once_however_often_it_is_said(house):
     house.fund(UNITS)
     hold = house.reserve("r1", UNITS // 2)

@@ -222,10 +222,3 @@ def test_an_answer_that_is_not_http_is_an_error(line):
         with pytest.raises(ExportError, match="the heads could not be written"):
             send_heads({"at_ns": 1}, url)
     assert 2 == len(heads)
-
-
-@pytest.mark.parametrize("where", ["http://[", "http://..", "gopher://x", "http://a b:x", "\x7f"])
-def test_an_invalid_redirect_is_an_error(where):
-    moved = says("HTTP/1.1 302 Found", f"location: {where}")
-    with speaking(moved) as (url, _), pytest.raises(ReceiverError):
-        posted(url)
