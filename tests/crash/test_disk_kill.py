@@ -16,12 +16,12 @@ import pytest
 
 from billing.errors import StoreError
 from billing.store.opening import open_store
-from tests.children import FORKS, in_child, start_child
+from tests.children import in_child
 from tests.support.faulty_storage import LAYOUT, KillingStorage, chain, fetched, put, take
 from tiers.blocks.frames import FrameArena
 from tiers.disk.directory import DirectoryLock, is_locked
 from tiers.disk.open import open_disk
-from tiers.errors import ConfigurationError, DirectoryLocked, MissReason
+from tiers.errors import ConfigurationError, MissReason
 
 CAPACITY = 1 << 20
 POINTS = ["begin_write", "delete", "put", "view", "commit", "committed", "sync"]
@@ -52,19 +52,6 @@ def write_until_killed(root, point, number):
     tier.close()
 
 
-def write_one_life(root, life):
-    tier = opened(root, KillingStorage("commit", 5 + life))
-    for seed in range(life * 3, life * 3 + 20):
-        store(tier, seed)
-
-
-def hold_the_folder(root, parent):
-    tier = opened(root)
-    store(tier, 0)
-    parent.send("stored")
-    parent.recv()
-
-
 def num_served(tier, seed):
     """Blocks of a chain that are served, each checked."""
     loaded = fetched(tier, blocks(seed), FRAMES)
@@ -92,35 +79,10 @@ def test_killed_at_a_point_of_a_write(tmp_path, point):
                 store(tier, seed)
             assert num_served(tier, 39) == 8
             assert tier.stats().used_bytes <= CAPACITY
+            with tier._slots[0].use() as shard:
+                assert shard.walk() is None, "accounts and records are in step"
         if not killed:
             break
-
-
-def test_killed_again_and_again(tmp_path):
-    """Each life continues where the last one died; accounts and files stay in step."""
-    for life in range(12):
-        in_child(write_one_life, tmp_path, life)
-    tier = opened(tmp_path)
-    with tier._slots[0].use() as shard:
-        assert shard.walk() is None
-    assert tier.stats().num_blocks > 0
-    tier.close()
-
-
-def test_a_killed_server_leaves_no_lock(tmp_path):
-    """While the child lives the folder is refused; once it is dead, it is not."""
-    here, there = FORKS.Pipe()
-    child = start_child(hold_the_folder, tmp_path, there)
-    assert here.recv() == "stored"
-    with pytest.raises(DirectoryLocked, match=f"pid {child.pid} on .* since "):
-        DirectoryLock(tmp_path)
-    child.kill()
-    child.join()
-    tier = opened(tmp_path)
-    assert num_served(tier, 0) == 8
-    tier.close()
-    for end in (here, there):
-        end.close()
 
 
 def test_a_look_at_the_lock_does_not_refuse_a_start(tmp_path, monkeypatch):

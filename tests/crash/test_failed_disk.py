@@ -60,7 +60,6 @@ def test_a_lost_device_is_not_a_damaged_ledger(disk):
             return_errors(disk)
         with pytest.raises(LedgerUnavailable):
             audit.verify(house.ledger.store)
-        print(house.ledger.refuses)
         assert f"the disk of {path} failed (Input/output error)" in house.ledger.refuses
         assert "restore no copy" in house.ledger.refuses
 

@@ -1,20 +1,17 @@
 """A node, or a client of it, is killed at any moment: what is served afterwards is whole."""
 
 import time
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 
 import pytest
 import torch
 
 from tests.children import FORKS, start_child
-from tests.unit.test_disk_faults import flip
 from tests.unit.test_node_socket import LAYOUT, joined, prompt, write
-from tiers.disk.open import open_disk
 from tiers.errors import NodeGone
 from tiers.node.client import NodeClient
 from tiers.node.node import NodeServer
 from tiers.node.settings import NodeSettings
-from tiers.tier import TierName
 
 
 def run_node(socket, disk, parent):
@@ -52,15 +49,6 @@ def child(work, *arguments):
         process.kill()
         process.join()
         here.close()
-
-
-def record_offset(tier, key):
-    """The shard that holds a block's record, and where in its file."""
-    for slot in tier._slots:
-        with slot.use() as shard:
-            if found := shard.find([key]):
-                return slot.path.name, found[0].place.offset
-    raise AssertionError("the block is not on disk")
 
 
 def check_blocks(client):
@@ -121,25 +109,3 @@ def test_a_lease_is_readable_after_its_node_has_died(tmp_path):
         node.join()
         found = [bytes(memory.rows[frame, :16].tolist()) for frame in frames]
         assert [each.key for each in ids] == found
-
-
-def test_a_corrupt_record_is_a_miss_with_its_reason(tmp_path):
-    path, ids = tmp_path / "node.sock", prompt(1)
-    with child(run_node, path, tmp_path / "disk") as node, joined(path) as client:
-        pairs = client.reserve(ids)
-        for _, frame in pairs:
-            client.memory.rows[frame].random_(0, 255)
-        client.commit([frame for _, frame in pairs])
-        while client.stats()["pools"][0]["disk"]["num_blocks"] < len(ids):
-            time.sleep(0.01)
-        node.kill()
-        node.join()
-    (folder,) = (tmp_path / "disk").glob("*/")
-    with closing(open_disk(folder, LAYOUT, 64 << 20)) as tier:
-        shard, offset = record_offset(tier, ids[1].key)
-    flip(folder / shard / "data.mdb", offset + 2000)
-    with child(run_node, path, tmp_path / "disk"), joined(path) as client:
-        assert [TierName.DISK] * 3 == client.probe(ids)
-        assert 1 == len(client.lease(ids))
-        assert {"checksum": 1} == client.stats()["pools"][0]["disk"]["faults"]
-        assert 2 == len(client.reserve(ids)), "the rest is computed and stored anew"

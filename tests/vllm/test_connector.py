@@ -25,7 +25,6 @@ from transformers import (
     Qwen3NextForCausalLM,
 )
 
-from tests.crash.test_node_kill import record_offset
 from tests.redis_server import redis_server
 from tests.support.threads import beside
 from tests.unit.test_disk_faults import flip
@@ -264,6 +263,15 @@ def evict_some(node, layout, seed):
     with closing(NodeClient(node.socket, layout)) as client:
         client.connect()
         client.operate("evict", keys=gone)
+
+
+def record_offset(tier, key):
+    """The shard that holds a block's record, and where in its file."""
+    for slot in tier._slots:
+        with slot.use() as shard:
+            if found := shard.find([key]):
+                return slot.path.name, found[0].place.offset
+    raise AssertionError("the block is not on disk")
 
 
 def damage(disk, layout):
