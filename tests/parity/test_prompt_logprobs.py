@@ -5,7 +5,7 @@ import pytest
 
 from engine.batch import Batch, Span
 from engine.execution.runner import ModelRunner
-from engine.request import FinishReason, SamplingParams
+from engine.request import SamplingParams
 from tests.parity.turned import BLOCK, TurnedEngine
 from tests.support.models import ARCHITECTURES, tiny_model
 from tiers.errors import MissReason
@@ -69,19 +69,6 @@ def test_the_cache_is_not_read_for_them_and_is_filled_by_them():
     [plain] = asked.ask((PROMPT, SamplingParams(temperature=0, max_tokens=2)))
     assert len(PROMPT) - 1 == plain[0].counts.hit
     assert first[-1].tokens == plain[-1].tokens
-
-
-@pytest.mark.parametrize("n", [1, 3])
-def test_nothing_is_generated_where_nothing_is_asked_for(n):
-    asked = house(tiny_model())
-    params = SamplingParams(max_tokens=0, prompt_logprobs=0, n=n)
-    [outputs] = asked.ask((PROMPT, params))
-    assert [FinishReason.LENGTH] * n == [output.finish for output in outputs]
-    assert {()} == {output.tokens for output in outputs}
-    assert [len(PROMPT) - 1] + [0] * (n - 1) == [len(o.prompt_logprobs) for o in outputs]
-    assert 0 == outputs[-1].counts.output
-    [plain] = asked.ask((PROMPT, SamplingParams(max_tokens=0)))
-    assert len(PROMPT) - 1 == plain[0].counts.hit
 
 
 def test_a_prompt_of_one_token_has_none():

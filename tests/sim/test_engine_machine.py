@@ -74,18 +74,6 @@ def test_a_grammar_that_allows_nothing_ends_its_request_alone():
     world.check()
 
 
-def test_a_fully_cached_prompt_computes_one_token_and_writes_nothing():
-    for length in (16, 18):
-        world = World(device_blocks=100)
-        prompt = list(range(length))
-        world.ask("cold", prompt, max_tokens=1)
-        computed = world.runner.computed
-        world.ask("warm", prompt, max_tokens=1)
-        world.check()
-        assert world.runner.computed == computed
-        assert world.counts("warm").miss == 1 and world.counts("warm").hit_device == length - 1
-
-
 def test_prompts_that_part_are_all_served_from_the_disk_when_they_come_together():
     """One brings the shared block up; the others wait for it, and still load what follows it."""
     write_through = WritePolicy.WRITE_THROUGH
@@ -121,14 +109,7 @@ def test_a_weak_hash_costs_hits_and_never_an_answer(monkeypatch):
     assert any(outputs[-1].counts.hit for outputs in world.outputs.values())
 
 
-def _tail_world() -> tuple[World, list[int]]:
-    """A prompt of two blocks and two tokens, served once; its tail is in the cache."""
-    world = World(device_blocks=100)
-    world.ask("first", TAILED, max_tokens=1)
-    return world, TAILED
-
-
-TAILED = list(range(2 * BLOCK + 2))
+TAILED = list(range(2 * BLOCK + 2))  # two blocks and two tokens
 
 
 @pytest.mark.parametrize(
@@ -140,7 +121,8 @@ TAILED = list(range(2 * BLOCK + 2))
     ],
 )
 def test_a_tail_is_taken_as_far_as_it_matches(prompt, computed, blocks):
-    world, _ = _tail_world()
+    world = World(device_blocks=100)
+    world.ask("first", TAILED, max_tokens=1)
     before, free = world.runner.computed, world.cache.pool.num_free
     counts = world.ask("next", prompt, max_tokens=1)
     assert (len(prompt) - computed, computed) == (counts.hit_device, counts.miss)
@@ -151,11 +133,10 @@ def test_a_tail_is_taken_as_far_as_it_matches(prompt, computed, blocks):
 
 def test_tail_still_being_computed_is_waited_for():
     world = World(device_blocks=100, step_tokens=8)
-    prompt = list(range(2 * BLOCK + 2))
     for name in ("a", "b", "c"):
-        world.submit(name, prompt, max_tokens=1)
+        world.submit(name, TAILED, max_tokens=1)
     world.check()
-    assert world.runner.computed == len(prompt)
+    assert world.runner.computed == len(TAILED)
 
 
 def test_a_computed_tail_is_not_waited_for_while_its_request_runs():

@@ -13,6 +13,14 @@ def turns_of(world, name):
     return world.num_turns - before
 
 
+def clock_of(world):
+    """The moment, in ns, that the engine's clock gives."""
+    now, scheduler = [1], world.engine._scheduler
+    world.engine._clock_ns = scheduler._clock_ns = lambda: now[0]
+    scheduler._admission._clock_ns = scheduler._clock_ns
+    return now
+
+
 def polite_turns(num_storm, *, tokens=24, storm="storm", polite="polite"):
     world = World(device_blocks=1500, max_running=16, step_tokens=16)
     for number in range(num_storm):
@@ -86,10 +94,7 @@ def test_a_storm_of_samples_takes_no_more_places_than_there_are():
 def test_the_predicted_wait_is_close_to_the_actual_wait():
     """By the storm's own backlog. A newcomer gets a small part of that wait."""
     world = World(device_blocks=1500, max_running=4, step_tokens=16)
-    now = [1]
-    scheduler = world.engine._scheduler
-    world.engine._clock_ns = scheduler._clock_ns = lambda: now[0]
-    scheduler._admission._clock_ns = scheduler._clock_ns
+    now = clock_of(world)
 
     def turn():
         now[0] += 10**8
@@ -113,10 +118,7 @@ def test_the_predicted_wait_is_close_to_the_actual_wait():
 def test_a_storm_waits_no_longer_than_predicted_while_others_go_on_asking():
     """Their requests to come take half of the work, and none of them waits at any moment."""
     world = World(device_blocks=1500, max_running=4, step_tokens=16)
-    now, bound_s = [1], 10.0
-    scheduler = world.engine._scheduler
-    world.engine._clock_ns = scheduler._clock_ns = lambda: now[0]
-    scheduler._admission._clock_ns = scheduler._clock_ns
+    now, bound_s = clock_of(world), 10.0
     sent = {}
     waits = {}
     for turn in range(500):
@@ -130,7 +132,7 @@ def test_a_storm_waits_no_longer_than_predicted_while_others_go_on_asking():
         if turn % 10 == 0:
             world.submit(f"p{turn}", [turn % 50, turn // 50, 9, *range(20)], share="polite")
         world.step()
-        waiting = {sequence.request.request_id for sequence in scheduler.waiting}
+        waiting = {sequence.request.request_id for sequence in world.engine._scheduler.waiting}
         for name in sent.keys() - waits.keys() - waiting:
             waits[name] = now[0] / 1e9 - sent[name]
     later = [wait_s for name, wait_s in waits.items() if sent[name] > 12]

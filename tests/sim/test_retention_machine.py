@@ -14,7 +14,6 @@ from tests.sim.test_lives import check_quotas
 from tests.sim.watched import BLOCK
 from tests.sim.world import World
 from tiers.blocks.chain import Chain
-from tiers.policy.admission import WritePolicy
 from tiers.tier import TierName
 
 
@@ -74,18 +73,6 @@ def test_a_purged_tenants_running_request_finishes_and_is_not_kept():
     assert world.counts("after").hit == 0
     world.ask("again", prompt, max_tokens=2, tenant=b"acme")
     assert world.counts("again").hit == len(prompt) - 1
-
-
-def test_what_is_pinned_after_an_evict_and_before_the_disk_heard_of_it_stays():
-    world = World(device_blocks=60, write_policy=WritePolicy.WRITE_THROUGH)
-    world.ask("before", list(range(9)), max_tokens=1, tenant=b"acme")
-    world.settle()
-    chain = Chain(root_of(b"acme"), list(range(8)), BLOCK)
-    evicted = world.cache.operations.evict(chain.keys)
-    world.cache.operations.pin("a", chain, world.now_s + 60)
-    world.mover.run(10)
-    assert 0 == evicted.result(0)[TierName.DISK]
-    assert [True, True] == world.stands(chain.keys)
 
 
 def test_a_prompt_that_is_scored_while_its_tenant_is_purged_is_kept_nowhere():

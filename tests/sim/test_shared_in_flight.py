@@ -1,6 +1,5 @@
 """Prefixes that are being computed while others want them, and sequences that must give way."""
 
-from engine.request import FinishReason
 from engine.scheduling.sequence import Sequence
 from tests.sim.watched import BLOCK
 from tests.sim.world import World
@@ -25,28 +24,6 @@ def halfway(num_waiters: int, *, step_tokens: int = 8) -> World:
 
 def running(world: World) -> list[Sequence]:
     return world.engine._scheduler.running
-
-
-def finish_of(world: World, name: str) -> FinishReason | None:
-    return world.outputs[name][-1].finish
-
-
-def test_a_waiter_takes_over_from_a_producer_whose_step_failed():
-    world = halfway(num_waiters=4)
-    world.runner.poisoned.add("producer")
-    world.run()
-    assert finish_of(world, "producer") is FinishReason.ERROR
-    del world.outputs["producer"]
-    world.check()
-    assert {1} == set(world.runner.rows.values())
-
-
-def test_a_preempted_producer_resumes_and_its_waiters_get_the_prefix():
-    world = halfway(num_waiters=4)
-    (producer,) = running(world)
-    world.engine._scheduler._preempt(producer)
-    world.check()
-    assert len(PREFIX) + 4 == world.runner.computed
 
 
 def test_waiting_requests_do_not_delay_computing_ones():
