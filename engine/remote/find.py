@@ -34,7 +34,7 @@ _SAYS = (
 )
 FIND_S = 60.0  # for each answer to what is asked here
 OF_A_PROXY = (502, 503, 504)  # before an engine that does not answer
-_LARK = 'start: %json {"type": "boolean"}'  # no other backend than llguidance reads it
+_LARK = {"grammar": 'start: %json {"type": "boolean"}'}  # no other backend than llguidance reads it
 
 
 class Encoder(TypingProtocol):
@@ -93,7 +93,7 @@ async def is_no_token_engine(urls: Sequence[str], key: str = "") -> bool:
         try:
             if (await _said(http))[0]:
                 return False
-            status, answer = await http.ask("GET", "/v1/models")
+            status, answer = await _ask(http, "GET", "/v1/models")
             return status == 200 and isinstance(answer, dict) and "data" in answer
         except RemoteFault as fault:
             away.append(EngineAway(f"the engine at {url} cannot be used: {fault}"))
@@ -126,6 +126,14 @@ async def _found(http: EngineHttp, meant: Meant) -> Remote:
     )
 
 
+async def _ask(http: EngineHttp, method: str, path: str, body: Any = None) -> tuple[int, Any]:
+    """An engine's own answer: one of a proxy, or that it is busy, tells nothing of it."""
+    status, answer = await http.ask(method, path, body)
+    if status == 429 or status in OF_A_PROXY:
+        raise RemoteAway(f"{method} {path} gives {status}")
+    return status, answer
+
+
 class _Told(NamedTuple):
     """How an engine is spoken to, and its cache; 0 where it does not say."""
 
@@ -137,9 +145,7 @@ class _Told(NamedTuple):
 async def _said(http: EngineHttp) -> tuple[str, int, Mapping[str, Any]]:
     """What an engine is, empty for neither, with the status and the answer that tell it."""
     for path, kind, field in _SAYS:
-        status, about = await http.ask("GET", path)
-        if status in OF_A_PROXY:
-            raise RemoteAway(f"GET {path} gives {status}")
+        status, about = await _ask(http, "GET", path)
         if status == 200 and isinstance(about, dict) and field in about:
             return kind, status, about
     return "", status, {}
@@ -148,13 +154,12 @@ async def _said(http: EngineHttp) -> tuple[str, int, Mapping[str, Any]]:
 async def _vllm(http: EngineHttp, meant: Meant, model: str) -> _Told:
     tokens = meant.tokenizer.encode("one").tolist()
     asked = {"model": model, "prompt": tokens, "max_tokens": 1}
-    kind: type[Completions] = Generate
     whole = {"model": model, "token_ids": tokens, "sampling_params": {"max_tokens": 1}}
-    status, answer = await http.ask("POST", Generate.path, whole)
-    if status != 200:  # 403: off; 404: older
-        kind, whole = Completions, {**asked, "return_token_ids": True}
-        status, answer = await http.ask("POST", Completions.path, whole)
-    if status == 429 or status >= 500:
+    status, answer = await _ask(http, "POST", Generate.path, whole)
+    kind = Generate if status == 200 else Completions  # 403: off; 404: older
+    if kind is Completions:
+        status, answer = await _ask(http, "POST", kind.path, {**asked, "return_token_ids": True})
+    if status >= 500:
         raise RemoteAway(f"POST {kind.path} gives {status}")
     if status != 200 or not answer["choices"][0].get("token_ids"):
         raise ModelError(
@@ -165,10 +170,9 @@ async def _vllm(http: EngineHttp, meant: Meant, model: str) -> _Told:
             f"the engine at {http.url} does not say what it had cached, so every prompt is billed "
             "as computed: start it with --enable-prompt-tokens-details"
         )
-    priorities, _ = await http.ask("POST", Completions.path, {**asked, "priority": 1})
-    structure = {"structured_outputs": {"grammar": _LARK}}
-    grammars, _ = await http.ask("POST", Completions.path, {**asked, **structure})
-    _, metrics = await http.ask("GET", "/metrics")
+    priorities, _ = await _ask(http, "POST", Completions.path, {**asked, "priority": 1})
+    grammars, _ = await _ask(http, "POST", Completions.path, {**asked, "structured_outputs": _LARK})
+    _, metrics = await _ask(http, "GET", "/metrics")
     cache = labels_in(str(metrics), "vllm:cache_config_info")
     protocol = kind(priorities=priorities == 200, grammars=grammars == 200, tagged=meant.tagged)
     said = (cache.get(name, "") for name in ("block_size", "num_gpu_blocks"))
@@ -183,7 +187,7 @@ def _sglang(about: Mapping[str, Any]) -> _Told:
 
 async def _served(http: EngineHttp, meant: Meant) -> tuple[str, int]:
     """The engine's name of the model, and its context length."""
-    status, answer = await http.ask("GET", "/v1/models")
+    status, answer = await _ask(http, "GET", "/v1/models")
     _check_key(http, status)
     if status != 200:
         raise ModelError(
@@ -223,7 +227,7 @@ def _names(model: Mapping[str, Any]) -> set[str]:
 
 
 async def _same_tokenizer(http: EngineHttp, meant: Meant, model: str) -> None:
-    status, answer = await http.ask("POST", "/tokenize", {"model": model, "prompt": PROBE})
+    status, answer = await _ask(http, "POST", "/tokenize", {"model": model, "prompt": PROBE})
     if status != 200 or not isinstance(answer, dict) or "tokens" not in answer:
         raise ModelError(
             f"the engine at {http.url} does not say how it tokenizes: POST /tokenize gives {status}"

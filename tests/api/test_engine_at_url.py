@@ -299,6 +299,15 @@ async def test_a_server_does_not_start_while_none_of_its_engines_answers(engine,
                 pass
 
 
+@pytest.mark.parametrize("ability", ["priority", "structured_outputs"])
+async def test_what_a_proxy_answers_is_no_word_of_what_the_engine_can(engine, at, ability):
+    usual = engine.about["/v1/completions"]
+    engine.about["/v1/completions"] = lambda asked: (503, {}) if ability in asked else usual
+    with pytest.raises(EngineAway, match="completions gives 503"):
+        async with at(engine):
+            pass
+
+
 async def test_another_engine_must_be_of_the_same_model_too(engine, other, at):
     card = {"id": "tiny", "root": "/m/tiny", "parent": None, "max_model_len": 64}
     for told, models in {"does not serve tiny": "x", "64 tokens, not 100": "tiny"}.items():

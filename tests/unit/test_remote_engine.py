@@ -256,8 +256,11 @@ def test_one_sequence_is_ended_without_the_others(house):
 @pytest.mark.parametrize("house", [nothing_yet], indirect=True)
 @pytest.mark.parametrize("n", [1, 2])
 def test_a_request_that_was_ended_before_it_began_costs_nothing(house, n):
+    both_came = threading.Event()
+    house.engine.call(lambda _: both_came.wait(WAIT_S))
     house.engine.submit(asked(n=n))
     house.engine.abort("r")
+    both_came.set()
     [last] = house.until_last()
     assert (FinishReason.ABORT, 0) == (last.finish, last.counts.prompt)
 
