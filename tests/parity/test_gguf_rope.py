@@ -8,13 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from engine.batch import Batch, Span
 from engine.execution.runner import ModelRunner
 from engine.models.gguf_config import ARCHITECTURES
 from engine.models.load import load_model
-from engine.request import SamplingParams
 from tests.support.gguf_files import KINDS, fields_of, stock, tensors_of, write_gguf
-from tests.support.models import VOCAB_SIZE, greedy_tokens, new_pool, save_model
+from tests.support.models import VOCAB_SIZE, generated, greedy_tokens, new_pool, save_model
 
 TRAINED = 128  # the context before it was stretched
 PROMPT = 300
@@ -78,14 +76,8 @@ def served(path: Path, cache: Path) -> Any:
 
 def greedy(loaded: Any, prompt: torch.Tensor) -> list[int]:
     runner = ModelRunner(loaded, new_pool(loaded, 32))
-    tokens, done = prompt.tolist(), 0
-    while len(tokens) < len(prompt) + 8:
-        part = np.array(tokens[done:], np.int32)
-        span = Span(1, part, done, list(range(32)), True, SamplingParams(temperature=0))
-        done = len(tokens)
-        (sampled,) = runner.step(Batch([span]))
-        tokens.append(sampled.token)
-    return tokens[len(prompt) :]
+    [tokens] = generated(runner, [prompt.tolist()], 8, tables=[list(range(32))])
+    return tokens
 
 
 def expected(model: Any, prompt: torch.Tensor) -> list[int]:

@@ -60,7 +60,3 @@ def test_the_last_token_of_a_fully_cached_prompt_is_not_quoted(house):
     house.ask([prompt])
     house.engine.call(lambda _: spread(house.cache)).result(60)
     assert [{"device": BLOCK, "host": BLOCK, "disk": BLOCK - 1}] == quoted(house, prompt)
-
-
-def test_what_never_was_asked_is_quoted_as_a_miss(house):
-    assert [{}] == quoted(house, prompt_over(LOADED))

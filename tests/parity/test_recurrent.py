@@ -80,8 +80,10 @@ def test_prompts_that_part_anywhere_resume_where_they_parted(tmp_path):
                     assert shared == counts.hit
 
 
-def test_samples_of_one_prompt_continue_its_states(loaded, tmp_path):
+@pytest.mark.parametrize("kind", ["qwen3_next", "bamba"])
+def test_samples_of_one_prompt_continue_its_states(kind, tmp_path):
     tokens = prompt(2 * BLOCK + 5, seed=1)
+    loaded = architectures.served(kind)
     with closing(House(loaded, tmp_path, step_tokens=2 * BLOCK)) as house:
         [(expected, _)] = house.ask([tokens], cache=False)
         for cache in (False, True, True):

@@ -8,7 +8,7 @@ import pytest
 
 from engine.models.files import DEFAULT_MODEL, find
 from engine.operators.library import BUILT, Operators
-from tests.vllm.processes import PYTHON, Engine, Forks, RunningNode
+from tests.vllm.processes import PYTHON, Engine, Forks
 
 Started = Callable[..., AbstractContextManager[Engine]]
 
@@ -18,16 +18,6 @@ def model(tmp_path_factory):
     if not PYTHON.exists():
         pytest.fail("there is no .venv-vllm; run make test-vllm")
     return find(DEFAULT_MODEL, tmp_path_factory.mktemp("models"), lambda what, part: None)
-
-
-@pytest.fixture
-def node(tmp_path):
-    running = RunningNode(tmp_path)
-    running.start()
-    try:
-        yield running
-    finally:
-        running.kill()
 
 
 @pytest.fixture(scope="session")
