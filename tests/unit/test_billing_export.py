@@ -4,6 +4,7 @@ import csv
 import io
 import re
 from itertools import product
+from unittest.mock import Mock
 
 import pytest
 
@@ -219,10 +220,7 @@ def test_a_scheme_of_a_service_is_refused_with_what_takes_the_events():
 
 
 def test_the_position_waits_for_the_disk(house, tmp_path, monkeypatch):
-    def full(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("os.fsync", full)
+    monkeypatch.setattr("os.fsync", Mock(side_effect=OSError(28, "No space left on device")))
     with (
         pytest.raises(ExportError, match="No space left"),
         export.appending(tmp_path / "o") as file,

@@ -4,10 +4,11 @@ import gc
 import json
 import os
 import re
-import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -19,13 +20,10 @@ from cachesvc.cli.lazy import load
 from cachesvc.cli.removed import REMOVED
 from cachesvc.config.settings import known_settings
 from cachesvc.importing import importing
+from tests.patience import ended
 from tests.support.commands import call, said, told
 
-
-def apart(code: str) -> subprocess.CompletedProcess[str]:
-    """Runs code in a process of its own, where nothing else has been imported."""
-    words = [sys.executable, "-c", code]
-    return subprocess.run(words, capture_output=True, text=True, timeout=110, check=False)
+apart = partial(ended, sys.executable, "-c")  # where nothing else has been imported
 
 
 def test_help_shows_what_stands_in_brackets(monkeypatch):
@@ -129,10 +127,7 @@ def test_what_a_command_writes_is_its_users_alone(tmp_path, monkeypatch):
 
 
 def test_a_bug_keeps_its_traceback(monkeypatch):
-    def fail() -> None:
-        raise ZeroDivisionError
-
-    monkeypatch.setattr("cachesvc.cli.app", fail)
+    monkeypatch.setattr("cachesvc.cli.app", Mock(side_effect=ZeroDivisionError))
     with pytest.raises(ZeroDivisionError):
         run()
 

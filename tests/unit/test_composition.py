@@ -3,6 +3,7 @@
 import gc
 import threading
 import weakref
+from unittest.mock import Mock
 
 import pytest
 
@@ -42,12 +43,9 @@ def test_a_closed_engine_leaves_no_memory_behind(model, tmp_path):
 
 
 def test_an_engine_that_cannot_be_made_closes_its_tiers(model, tmp_path, monkeypatch):
-    def fail(self):
-        raise MemoryError
-
     before = {*threading.enumerate()}
     with monkeypatch.context() as failing:
-        failing.setattr(ModelRunner, "record", fail)
+        failing.setattr(ModelRunner, "record", Mock(side_effect=MemoryError))
         with pytest.raises(MemoryError):
             Composed(loaded(model), tmp_path, disk_bytes=16 << 20)
     with pytest.raises(ConfigurationError, match="holds 0 blocks"):

@@ -2,6 +2,7 @@
 
 import errno
 import os
+from unittest.mock import Mock
 
 import pytest
 
@@ -73,10 +74,7 @@ def test_the_lock_file_of_a_shard_has_its_room(tmp_path):
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
 def test_a_shard_without_room_for_its_lock_file_is_not_opened(tmp_path, monkeypatch, code):
-    def fallocate(file, offset, length):
-        raise OSError(code, os.strerror(code))
-
-    monkeypatch.setattr(os, "posix_fallocate", fallocate)
+    monkeypatch.setattr(os, "posix_fallocate", Mock(side_effect=OSError(code, os.strerror(code))))
     with pytest.raises(OSError, match=os.strerror(code)):
         opened(tmp_path)
     monkeypatch.undo()
@@ -194,35 +192,35 @@ class OtherDisk(Storage):
 
     def file_system(self, path):
         held = sum(file.stat().st_blocks * 512 for file in self.root.rglob("data.mdb"))
-        return FileSystem(64 << 20, self.free - held)
+        return FileSystem(64 << 19, self.free - held)
 
 
 def test_others_that_fill_the_disk_get_room_and_leave_it_again(tmp_path):
-    disk = OtherDisk(tmp_path, 24 << 20)  # of which a quarter of 64 MiB is the reserve
-    tier = opened(tmp_path, storage=disk, capacity_bytes=32 << 20)
+    disk = OtherDisk(tmp_path, 24 << 19)  # of which a quarter of 32 MiB is the reserve
+    tier = opened(tmp_path, storage=disk, capacity_bytes=32 << 19)
 
     def fill(first):
-        for seed in range(first, first + 600):
+        for seed in range(first, first + 300):
             store(tier, blocks(seed))
-        assert load(tier, blocks(first + 599)) == 4
+        assert load(tier, blocks(first + 299)) == 4
         stats = tier.stats()
-        assert stats.used_bytes <= stats.capacity_bytes <= stats.setting_bytes == 32 << 20
+        assert stats.used_bytes <= stats.capacity_bytes <= stats.setting_bytes == 32 << 19
         assert not stats.faults
         return stats.used_bytes, disk.file_system(tmp_path).free
 
     used, free = fill(0)
-    assert 6 << 20 < used <= 8 << 20 and free >= 16 << 20
+    assert 6 << 19 < used <= 8 << 19 and free >= 16 << 19
     assert "the file system of" in tier.stats().limit
-    disk.free = 14 << 20
+    disk.free = 14 << 19
     tier.flush()  # as the writer does when it is idle
     used, free = tier.stats().used_bytes, disk.file_system(tmp_path).free
-    assert used <= 2 << 20 and free >= 12 << 20
-    disk.free = 64 << 20
+    assert used <= 2 << 19 and free >= 12 << 19
+    disk.free = 64 << 19
     used, free = fill(1000)
-    assert used > 20 << 20 and not tier.stats().limit
-    disk.free = 30 << 20
+    assert used > 20 << 19 and not tier.stats().limit
+    disk.free = 30 << 19
     used, free = fill(2000)
-    assert used <= 14 << 20 and free >= 8 << 20
+    assert used <= 14 << 19 and free >= 8 << 19
     with tier.view() as view:
         assert verify_all(view.shards).sound
 
@@ -235,14 +233,14 @@ class Unwilling(OtherDisk):
 
 
 def test_a_shard_that_cannot_shrink_is_emptied(tmp_path):
-    disk = Unwilling(tmp_path, 40 << 20)
-    tier = opened(tmp_path, storage=disk, capacity_bytes=32 << 20)
-    for seed in range(600):
+    disk = Unwilling(tmp_path, 40 << 19)
+    tier = opened(tmp_path, storage=disk, capacity_bytes=32 << 19)
+    for seed in range(300):
         store(tier, blocks(seed))
-    assert tier.stats().used_bytes > 4 << 20
-    disk.free = 10 << 20
+    assert tier.stats().used_bytes > 4 << 19
+    disk.free = 10 << 19
     tier.flush()
-    assert tier.stats().used_bytes < 1 << 20
+    assert tier.stats().used_bytes < 1 << 19
     store(tier, blocks(900))
     assert load(tier, blocks(900)) == 4
 

@@ -1,6 +1,7 @@
 """What fails in a step, a command or a grammar fails its own request; a dead engine says so."""
 
 import threading
+from unittest.mock import Mock
 
 import pytest
 
@@ -93,22 +94,16 @@ def test_what_was_computed_without_a_number_is_not_kept():
 
 
 def test_a_grammar_that_cannot_begin_fails_its_request_alone(house):
-    class Broken:
-        def begin(self, min_tokens):
-            raise MemoryError("no room for a matcher")
-
-    house.ask("broken", 1, 2, grammar=Broken())
+    broken = Mock(begin=Mock(side_effect=MemoryError("no room for a matcher")))
+    house.ask("broken", 1, 2, grammar=broken)
     assert FinishReason.ERROR is house.answer("broken").finish
     house.ask("broken", 1, 2)  # its name is free again
     assert FinishReason.LENGTH is house.answer("broken").finish
 
 
 def test_a_command_that_fails_does_not_end_the_engine(house):
-    def fail():
-        raise RuntimeError("a fault in a command")
-
     for _ in range(2 * MAX_FAILURES):
-        house.engine._post(fail)
+        house.engine._post(Mock(side_effect=RuntimeError("a fault in a command")))
     house.ask("good", 1, 2)
     assert house.answer("good").last
     assert house.engine.failure is None
@@ -130,11 +125,8 @@ def test_a_dead_engine_answers_everybody_and_says_so(house):
 def test_a_warm_up_that_fails_is_told_to_who_starts_the_engine():
     house = House(started=False)
 
-    def fail():
-        raise RuntimeError("no kernel for this device")
-
     with pytest.raises(RuntimeError, match="no kernel"):
-        house.engine.start(fail)
+        house.engine.start(Mock(side_effect=RuntimeError("no kernel for this device")))
     house.engine.close()
 
 

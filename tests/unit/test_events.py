@@ -5,17 +5,12 @@ from functools import partial
 
 import pytest
 
-from tests.support.faulty_storage import SCOPE, chain, put, take
+from tests.support.disks import CAPACITY, blocks, closed_later, store
+from tests.support.faulty_storage import LAYOUT, SCOPE
 from tests.support.threads import beside
-from tiers.blocks.frames import FrameArena
-from tiers.blocks.layout import BlockLayout
 from tiers.disk.open import open_disk
 from tiers.telemetry.events import EventKind, EventStream
 from tiers.tier import Cause, TierName
-
-LAYOUT = BlockLayout.uniform(
-    num_layers=2, block_size=64, num_kv_heads=2, head_dim=8, dtype="float32"
-)
 
 
 def publish(stream, count):
@@ -76,7 +71,7 @@ def stream():
 
 @pytest.fixture
 def tier(tmp_path, stream):
-    return open_disk(tmp_path / "disk", LAYOUT, 2 << 20, stream=stream)
+    return closed_later(open_disk(tmp_path / "disk", LAYOUT, CAPACITY, stream=stream))
 
 
 def held(tier):
@@ -89,11 +84,10 @@ def test_who_applies_the_disks_events_knows_what_it_holds(tier, stream):
     chance = random.Random(7)
     subscription = stream.subscribe()
     known = set()
-    frames = take(FrameArena(LAYOUT, 4), 4)
     stored = []
-    for seed in range(60):
-        ids = chain(4, block_size=LAYOUT.block_size, seed=seed)
-        put(tier, ids, frames)
+    for seed in range(100):
+        ids = blocks(seed)
+        store(tier, ids)
         stored += ids
         if chance.random() < 0.3:
             tier.discard([block.key for block in chance.sample(stored, 3)])
@@ -107,16 +101,18 @@ def test_who_applies_the_disks_events_knows_what_it_holds(tier, stream):
     assert causes[Cause.ROOM] == tier.stats().evicted > 0
     assert causes[Cause.REQUEST] > 0
     assert tier.stats().lives.lifetime.count == sum(causes.values())
-    tier.close()
 
 
 def test_an_event_of_the_disk_tells_tokens_parent_and_size(tier, stream):
     subscription = stream.subscribe()
-    ids = chain(2, block_size=LAYOUT.block_size)
-    put(tier, ids, take(FrameArena(LAYOUT, 2), 2))
+    ids = blocks(count=2)
+    store(tier, ids)
     told = {event.key: event for event in subscription.take()}
     event = told[ids[1].key]
     assert (EventKind.MOVED, TierName.DISK, TierName.HOST) == (event.kind, event.tier, event.source)
-    assert (ids[0].key, ids[1].tokens, 64) == (event.parent, event.tokens, event.num_tokens)
+    assert (ids[0].key, ids[1].tokens, LAYOUT.block_size) == (
+        event.parent,
+        event.tokens,
+        event.num_tokens,
+    )
     assert 0 < event.nbytes <= LAYOUT.nbytes + 4096
-    tier.close()

@@ -3,6 +3,7 @@
 import logging
 import os
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -150,10 +151,7 @@ def test_a_thread_runs_there_for_a_while_and_alone():
 
 
 def test_a_container_that_forbids_it_changes_nothing(monkeypatch):
-    def forbidden(*_):
-        raise PermissionError(1, "Operation not permitted")
-
-    monkeypatch.setattr(os, "sched_setaffinity", forbidden)
+    monkeypatch.setattr(os, "sched_setaffinity", Mock(side_effect=PermissionError))
     before = os.sched_getaffinity(0)
     with running_on(frozenset({min(before)})):
         assert before == os.sched_getaffinity(0)

@@ -1,6 +1,8 @@
 """What depends on the device where nobody said how much, warnings of caches that do not fit, and
 memory that threads freed: it goes back to the system."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 
@@ -169,14 +171,11 @@ def test_of_vllm_the_nodes_memory_counts_and_on_a_cpu_its_own_cache(
 
 
 def test_caches_that_the_system_refuses_name_the_option(tmp_path, monkeypatch):
-    def refuse(*_, **__):
-        raise MemoryError
-
     save_tiny_model(tmp_path / "model")
     loaded = load(ModelSection(name=str(tmp_path / "model"), device="cpu"), tmp_path)
     cache = CacheSection(device_bytes=MIB, host_bytes=GIB, disk_bytes=0)
     settings = Settings(cache=cache, server=ServerSection(data_dir=tmp_path))
-    monkeypatch.setattr("tiers.blocks.frames.LazyMemory", refuse)
+    monkeypatch.setattr("tiers.blocks.frames.LazyMemory", Mock(side_effect=MemoryError))
     with pytest.raises(ConfigError, match=r"memory of this machine: lower --host-cache \(1 GiB\)"):
         over(loaded, settings)(lambda outputs: None, EventStream(), None)
 

@@ -34,6 +34,11 @@ def opened(folder, clock=None, max_bytes=1 << 20):
     return turns
 
 
+def rows(folder, query, values=()):
+    with closing(sqlite3.connect(folder / FILE_NAME)) as db, db:
+        return db.execute(query, values).fetchall()
+
+
 async def test_what_was_deleted_is_gone_after_a_restart(tmp_path):
     turns = opened(tmp_path)
     turns.write(b"one", OWNER, b"body")
@@ -58,9 +63,7 @@ async def test_the_file_is_bounded_by_bytes_and_by_age(tmp_path):
     turns.close()
     assert b"63" in turns
     assert b"0" not in turns
-    with sqlite3.connect(tmp_path / FILE_NAME) as db:
-        assert db.execute("SELECT sum(size) FROM kept").fetchone()[0] <= 2000
-    db.close()
+    assert rows(tmp_path, "SELECT sum(size) FROM kept")[0][0] <= 2000
     clock.now_s += 1001
     turns = opened(tmp_path, clock)
     assert b"63" not in turns
@@ -81,20 +84,15 @@ async def test_the_names_in_memory_are_bounded_whatever_becomes_of_the_file(tmp_
     turns.write(b"4", OWNER, b"body")
     assert [True, False, True] == [name in turns for name in (b"0", b"1", b"2")]
     turns.close()
-    with sqlite3.connect(tmp_path / FILE_NAME) as db:
-        assert 4 == db.execute("SELECT count(*) FROM kept").fetchone()[0]
-        db.executemany(
-            "INSERT INTO kept VALUES (?, ?, ?, 1, x'00')",
-            [(b"old%d" % number, OWNER, number) for number in range(1_699_999_990, 1_700_000_000)],
-        )
-    db.close()
+    assert [(4,)] == rows(tmp_path, "SELECT count(*) FROM kept")
+    for number in range(1_699_999_990, 1_700_000_000):
+        old = (b"old%d" % number, OWNER, number)
+        rows(tmp_path, "INSERT INTO kept VALUES (?, ?, ?, 1, x'00')", old)
     turns = few(tmp_path)
     assert 4 == len(turns._owners) and b"4" in turns and b"old1699999990" not in turns
     turns.start()
     turns.close()
-    with sqlite3.connect(tmp_path / FILE_NAME) as db:
-        assert 4 == db.execute("SELECT count(*) FROM kept").fetchone()[0]
-    db.close()
+    assert [(4,)] == rows(tmp_path, "SELECT count(*) FROM kept")
     nowhere = few(tmp_path / "no" / "such")
     for number in range(10):
         nowhere.write(b"%d" % number, OWNER, b"body")
@@ -178,8 +176,7 @@ async def test_what_a_purge_finds_half_written_is_not_stored(tmp_path, begun):
     go_on.set()
     await purged
     turns.close()
-    with closing(sqlite3.connect(tmp_path / FILE_NAME)) as db:
-        assert [(b"three",)] == db.execute("SELECT name FROM kept").fetchall()
+    assert [(b"three",)] == rows(tmp_path, "SELECT name FROM kept")
 
 
 async def test_what_is_forgotten_while_it_is_read_does_not_come_back(tmp_path, monkeypatch):
@@ -239,9 +236,7 @@ async def test_a_body_that_cannot_be_read_is_not_found(tmp_path, body):
     turn = turn_of(CacheScope(tenant=b"a"), ANSWERED)
     turns.write(turn.keys[1], OWNER, b"good")
     turns.close()
-    with sqlite3.connect(tmp_path / FILE_NAME) as db:
-        db.execute("UPDATE kept SET body = ?", (body,))
-    db.close()
+    rows(tmp_path, "UPDATE kept SET body = ?", (body,))
     turns = opened(tmp_path)
     conversations = Conversations(10_000, turns)
     await conversations.recall(turn)

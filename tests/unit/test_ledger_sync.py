@@ -13,6 +13,7 @@ from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -28,6 +29,7 @@ from billing.store.opening import open_store
 from billing.store.wal import RESERVE_BYTES, WAL_BYTES
 from billing.usage import Usage
 from tests.support.billing import running_ledger
+from tests.support.faulty_storage import disk_full
 
 USED = Usage(miss=3, output=1)
 
@@ -99,11 +101,8 @@ def test_a_sync_of_sqlites_own_that_fails_closes_the_ledger_too(house, monkeypat
     error = sqlite3.OperationalError("disk I/O error")
     error.sqlite_errorcode = sqlite3.SQLITE_IOERR_FSYNC
 
-    def fail(*_: object) -> None:
-        raise error
-
     with monkeypatch.context() as patch:
-        patch.setattr("billing.store.store.write_work", fail)
+        patch.setattr("billing.store.store.write_work", Mock(side_effect=error))
         with pytest.raises(LedgerUnavailable, match="failed to write"):
             house.reserve("r1", 1)
     with pytest.raises(LedgerUnavailable, match="restart the server"):
@@ -202,7 +201,7 @@ def test_the_log_is_begun_anew_beside_a_writer(tmp_path):
         house.fund(UNITS)
         sizes = []
         for turn in range(4):
-            for number in range(300):
+            for number in range(100):
                 house.charge(f"{turn}-{number}", Usage(miss=1))
             house.ledger.store._commands_since_checkpoint = 10**6
             house.ledger.store.checkpoint()
@@ -268,11 +267,8 @@ def test_a_ledger_starts_where_no_descriptor_can_be_listed(house, tmp_path, monk
 
 
 def test_a_log_that_finds_no_room_says_how_much_it_needs(house, monkeypatch):
-    def full(_: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     with monkeypatch.context() as patch:
-        patch.setattr("billing.store.wal.os.fsync", full)
+        patch.setattr("billing.store.wal.os.fsync", Mock(side_effect=disk_full()))
         with pytest.raises(LedgerUnavailable, match=r"-wal, which takes 32 MiB \(No space left"):
             house.ledger.store.renew_log()
     house.ledger.store.renew_log()
@@ -281,14 +277,11 @@ def test_a_log_that_finds_no_room_says_how_much_it_needs(house, monkeypatch):
 
 def test_a_full_disk_is_called_one_and_costs_nothing_once_there_is_room(house, monkeypatch, caplog):
     """SQLite says "disk I/O error" for it."""
-
-    def fail(*_: object) -> None:
-        raise sqlite3.OperationalError("disk I/O error")
-
+    error = sqlite3.OperationalError("disk I/O error")
     with monkeypatch.context() as patch:
         patch.setattr("billing.store.wal.shutil.disk_usage", lambda _: SimpleNamespace(free=0))
         assert house.ledger.refuses == "", "while what it writes finds room, it serves"
-        patch.setattr("billing.store.store.write_work", fail)
+        patch.setattr("billing.store.store.write_work", Mock(side_effect=error))
         with pytest.raises(LedgerUnavailable, match=r"disk I/O error \(the disk of .* is full"):
             house.reserve("r1", 1)
         assert "the ledger cannot be written: the disk of" in house.ledger.refuses
@@ -328,8 +321,7 @@ def test_a_full_disk_takes_the_reserve_first(house, monkeypatch, caplog):
 def test_commits_that_fail_twice_refuse_until_one_succeeds(house, monkeypatch, caplog, error):
     """As on a file system that became read-only, or whose disk returns errors."""
 
-    def fail(*_: object) -> None:
-        raise error("attempt to write a readonly database")
+    fail = Mock(side_effect=error("attempt to write a readonly database"))
 
     def probe() -> None:
         house.ledger.store.retrying(fail)
@@ -355,9 +347,7 @@ def test_commits_that_fail_twice_refuse_until_one_succeeds(house, monkeypatch, c
 
 
 def test_rows_that_the_database_refuses_do_not_close_the_ledger(house):
-    def refuse(_: object) -> None:
-        raise sqlite3.IntegrityError("UNIQUE constraint failed")
-
+    refuse = Mock(side_effect=sqlite3.IntegrityError("UNIQUE constraint failed"))
     for _ in range(3):
         with pytest.raises(LedgerUnavailable):
             house.ledger.store.retrying(refuse)

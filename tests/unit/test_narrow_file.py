@@ -4,6 +4,7 @@ import logging
 import os
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -55,10 +56,7 @@ def test_a_later_start_computes_the_same_and_finds_nothing(kept, monkeypatch):
         if parameter.dim() == 2:
             parameter.zero_()  # the checkpoint's weights are not needed
 
-    def find(layer: NarrowLinear, weight: torch.Tensor) -> torch.Tensor:
-        raise AssertionError("found again")
-
-    monkeypatch.setattr(NarrowLinear, "_pack", find)
+    monkeypatch.setattr(NarrowLinear, "_pack", Mock(side_effect=AssertionError("found again")))
     assert file_of(kept.parent).place(model)
     assert torch.equal(packed(model)(ROWS), expected)
 

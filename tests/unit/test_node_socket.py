@@ -1,6 +1,5 @@
 """A node over its socket: what clients hold ends with them, and nothing they send stops it."""
 
-import errno
 import itertools
 import os
 import socket
@@ -10,6 +9,7 @@ import sys
 import threading
 from contextlib import closing, contextmanager
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cachesvc.observability.table import MetricSample, node_samples
-from tests.support.faulty_storage import FaultyStorage
+from tests.support.faulty_storage import FaultyStorage, disk_full
 from tests.support.threads import beside
 from tiers.blocks.keys import CacheScope, block_ids, token_bytes
 from tiers.disk.open import open_disk
@@ -152,10 +152,7 @@ def test_a_client_cannot_take_the_memory_from_under_the_node(node, path):
 
 
 def test_a_disk_that_is_full_when_a_client_comes_is_told_to_it(path, tmp_path, monkeypatch):
-    def fallocate(file, offset, length):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "posix_fallocate", fallocate)
+    monkeypatch.setattr(os, "posix_fallocate", Mock(side_effect=disk_full()))
     with serving(path, **below(tmp_path, 8 << 20)):
         with pytest.raises(NodeError, match="No space left on device"), joined(path):
             pass

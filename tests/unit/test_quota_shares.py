@@ -153,15 +153,6 @@ def put(pins, name, keys, until_s):
     return pins.put(Pin(name=name, keys=tuple(keys), until_s=until_s))
 
 
-def test_a_pin_beyond_the_bound_is_refused_and_changes_nothing():
-    pins = Pins[str](max_blocks=3)
-    put(pins, "p", ["a", "b"], 10.0)
-    with pytest.raises(PinError, match="'q' would make 4 pinned blocks, and 3 may be"):
-        put(pins, "q", ["c", "d"], 10.0)
-    assert [pin.name for pin in pins.pins()] == ["p"]
-    assert put(pins, "p", ["b", "c", "d"], 10.0) == ["a"]
-
-
 def put_owned(pins, owner, keys, most=None, name=""):
     name = f"{owner}:{name}"
     return pins.put(Pin(name=name, keys=tuple(keys), until_s=9.0, owner=owner), most)
@@ -220,17 +211,17 @@ NAMED = st.tuples(st.sampled_from("pqr"), st.lists(st.sampled_from("abcdef"), ma
 @given(st.lists(st.tuples(st.booleans(), NAMED), max_size=20))
 def test_held_and_released_keys_balance(operations):
     """A tier that follows its calls holds just the pinned blocks."""
-    pins, held = Pins[str](max_blocks=5), set()
+    pins, held = Pins[str](max_blocks=3), set()
     for is_pin, (name, keys) in operations:
         if is_pin:
             try:
                 release = put(pins, name, keys, 1.0)
+                held |= set(keys)
             except PinError:
-                continue
-            held |= set(keys)
+                release = []  # and nothing has changed
         else:
             release = pins.unpin(name)
         assert set(release) <= held
         held -= set(release)
         assert held == {key for pin in pins.pins() for key in pin.keys}
-        assert len(held) == pins.num_blocks <= 5
+        assert len(held) == pins.num_blocks <= 3

@@ -8,7 +8,7 @@ from api.journal.why import ReasonKind, why
 from cachesvc.vllm.reports import RequestReport
 from engine.remote.answer import RunningAnswer
 from engine.remote.protocol import Told, finish_of
-from engine.request import BlockRun, FinishReason, Request, SamplingParams
+from engine.request import BlockRun, FinishReason, Request, SamplingParams, TokenCounts
 from tests.support.requests import request as asked
 from tiers.blocks.keys import CacheScope, prefix_keys, token_bytes
 from tiers.errors import MissReason
@@ -32,14 +32,10 @@ def admitted(num_tokens: int, report: RequestReport | None, num_cached: int) -> 
 def test_hits_by_tier_are_the_reports_and_the_device_has_the_rest():
     report = RequestReport(local=32, hits={"host": 48, "disk": 16}, admitted_ns=12)
     output = admitted(130, report, 96).output(0, 20, Told((7,)))
-    counts = output.counts
-    assert (130, 32, 48, 16, 0, 34, 1) == (
-        counts.prompt, counts.hit_device, counts.hit_host, counts.hit_disk, counts.hit_remote,
-        counts.miss, counts.output,
-    )  # fmt: skip
-    assert (5, 12, 20) == (
-        output.timeline.arrival_ns, output.timeline.admitted_ns, output.timeline.first_token_ns,
-    )  # fmt: skip
+    counts = TokenCounts(prompt=130, hit_device=32, hit_host=48, hit_disk=16, output=1)
+    assert (counts, 34) == (output.counts, output.counts.miss)
+    when = output.timeline
+    assert (5, 12, 20) == (when.arrival_ns, when.admitted_ns, when.first_token_ns)
 
 
 def test_without_a_report_all_that_was_cached_was_on_the_device():
@@ -89,9 +85,8 @@ def test_until_the_engine_tells_all_counts_as_computed_and_no_reason_is_told():
     answer = RunningAnswer(request(64), SIZE, now_ns=1)
     answer.begin(None, now_ns=2)
     first = answer.output(0, 3, Told((7,)))
-    assert (64, 0, None, {}) == (
-        first.counts.prompt, first.counts.hit, first.lookup, first.miss_reasons,
-    )  # fmt: skip
+    assert (64, 0) == (first.counts.prompt, first.counts.hit)
+    assert (None, {}) == (first.lookup, first.miss_reasons)
     answer.count(48)
     last = answer.output(0, 4, Told((8,), finish=FinishReason.STOP))
     assert (48, {MissReason.TAIL: 16}) == (last.counts.hit, last.miss_reasons)

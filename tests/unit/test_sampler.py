@@ -147,25 +147,13 @@ def test_top_p_over_a_large_vocabulary_looks_as_far_as_it_must(scale):
     assert abs(len(kept) - expected) <= 1  # float32 sums
 
 
-def test_penalties_and_bias_by_hand():
+def test_a_token_is_chosen_by_adjusted_logits_and_its_logprob_is_of_those_before():
     logits = torch.zeros(1, VOCAB_SIZE)
-    logits[0, 5], logits[0, 6] = 2.0, -1.0
-    history = np.array([5, 6, 7, 7], np.int32)  # prompt: 5, 6; generated: 7, 7
-    params = SamplingParams(
-        temperature=0,
-        repetition_penalty=2.0,
-        presence_penalty=0.5,
-        frequency_penalty=0.25,
-        logit_bias={8: 0.9},
-        logprobs=2,
-    )
-    sampler = Sampler(frozenset())
-    (chosen,) = sampler.sample(logits, [span(params, history=history, num_prompt_tokens=2)])
-    assert chosen.token == 5  # 2.0 / 2.0 = 1.0 beats 0.9
-    adjusted = sampler._adjusting(logits, [span(params, history=history, num_prompt_tokens=2)])[0]
-    assert adjusted[[5, 6, 7, 8]].tolist() == pytest.approx([1.0, -2.0, -1.0, 0.9])
-    assert logits[0, 5] == 2.0, "the caller's logits are left alone"
-    assert chosen.logprob.logprob == pytest.approx(float(torch.log_softmax(logits[0], -1)[5]))
+    logits[0, 5] = 2.0
+    params = SamplingParams(temperature=0, logit_bias={8: 2.1}, logprobs=2)
+    (chosen,) = Sampler(frozenset()).sample(logits, [span(params)])
+    assert chosen.token == 8
+    assert chosen.logprob.logprob == pytest.approx(float(torch.log_softmax(logits[0], -1)[8]))
     assert chosen.logprob.top[0][0] == 5
 
 

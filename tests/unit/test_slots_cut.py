@@ -1,6 +1,7 @@
 """A slot or a frame may be cut for blocks without windows, and is whole again when empty."""
 
 import random
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -289,9 +290,7 @@ def test_a_block_whose_move_fails_stays_where_it_is(monkeypatch):
     server = Server(21, windowed=3)
     pool = server.cache.pool
 
-    def refuse(slot, to):
-        raise CopyFailed("the device refused to copy a block: test")
-
+    refuse = Mock(side_effect=CopyFailed("the device refused to copy a block: test"))
     monkeypatch.setattr(pool, "move", refuse)
     for kind in range(4):
         conversation(server, kind, 10)

@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -236,9 +237,7 @@ def test_a_hub_id_that_is_not_there_is_refused_at_once():
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 def test_a_full_disk_is_found_at_the_start(tmp_path, monkeypatch, number):
-    def full(*_: object) -> None:
-        raise OSError(number, os.strerror(number))
-
+    full = Mock(side_effect=OSError(number, os.strerror(number)))
     make_data_dir(tmp_path)
     assert [] == list(tmp_path.iterdir())
     monkeypatch.setattr(os, "posix_fallocate", full)

@@ -7,6 +7,7 @@ that makes it right: no page of a registered piece goes back to the system.
 import logging
 import threading
 from contextlib import ExitStack, closing, contextmanager
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -358,10 +359,7 @@ def test_an_idle_step_waits_until_a_transfer_has_ended(path):
 def test_a_copy_that_fails_is_a_miss_and_the_next_one_is_made(path, monkeypatch):
     ids, kv = prompt(1, 3), kv_like_vllm(3)
     with serving(path) as node, carrying(path, kv) as carrier:
-
-        def refused(*_):
-            raise RuntimeError("invalid argument")
-
+        refused = Mock(side_effect=RuntimeError("invalid argument"))
         with monkeypatch.context() as patch:
             patch.setattr(slabs_module, "_memcpy", refused)
             moved(carrier, [], [transfer(ids, 0, 1, 2)])

@@ -62,11 +62,8 @@ def test_a_purge_takes_every_ranks_blocks_and_stays_until_requests_have_stored(
         write(engine, of_rank(rank))
     with closing(operations(path, vllm, 2)) as hands:
         purged = hands.purge([ROOT]).result(120)
-        assert (6, 0, (ROOT,)) == (
-            purged.removed[TierName.HOST].num_blocks,
-            purged.num_left,
-            purged.roots,
-        )
+        assert 6 == purged.removed[TierName.HOST].num_blocks
+        assert (0, (ROOT,)) == (purged.num_left, purged.roots)
         assert not vllm.forgets, "vLLM's own cache is emptied too"
         write(engine, of_rank(1))
         assert [] == engine.probe(of_rank(1)), "a request that ran stores in vain"
