@@ -13,6 +13,7 @@ import pytest
 from api.app import create_app
 from billing.keys import Principal, Scope
 from tests.api.bank import Bank
+from tests.patience import PATIENCE_S
 from tests.support.admin import RecordingTrail
 from tests.support.stand_in import served
 from tests.support.upstream import UpstreamServer
@@ -80,6 +81,13 @@ async def quiet(house, app):
             app.state.deliveries or house.wire.inference.bridge.num_open or house.engine.num_running
         ):
             await asyncio.sleep(0.005)
+
+
+async def until_engines(client, told):
+    """Waits until readiness says this of the engines that are not used."""
+    async with asyncio.timeout(PATIENCE_S):
+        while told != (await client.get("/health/ready")).json().get("engines"):
+            await asyncio.sleep(0.02)
 
 
 async def begun(house, *, requests=0, tokens=0):

@@ -17,7 +17,7 @@ from engine.remote import engine as engine_module
 from engine.remote import upstreams as upstreams_module
 from engine.remote.find import PROBE
 from tests.api import relaying
-from tests.api.conftest import of, refusal
+from tests.api.conftest import of, refusal, until_engines
 from tests.api.driver import Visit
 from tests.api.real_service import served as serving
 from tests.api.relaying import usage_of
@@ -234,9 +234,7 @@ async def test_a_server_is_ready_while_one_of_its_engines_answers(engine, other,
         assert 200 == (await client.get("/health")).status_code
         other.about |= right | {"/health": {}, "/tokenize": {"tokens": [1]}}
         refused = {engine.url: "does not answer", other.url: "is refused; the log says why"}
-        with anyio.fail_after(PATIENCE_S):
-            while refused != (await client.get("/health/ready")).json()["engines"]:
-                await anyio.sleep(0.02)
+        await until_engines(client, refused)
         assert 503 == (await client.post("/v1/completions", json=body())).status_code
         assert [] == other.asked, "it is another model by now"
         other.about |= right
@@ -258,16 +256,11 @@ async def test_an_engine_that_comes_later_is_used_once_it_is_what_the_others_are
     other.about["/version"] = (503, {})
     async with at(other, engine) as (_, client):
 
-        async def until(told):
-            with anyio.fail_after(PATIENCE_S):
-                while told != (await client.get("/health/ready")).json().get("engines"):
-                    await anyio.sleep(0.02)
-
         async def is_up():
             text = (await client.get("/metrics")).text
             return f'cachesvc_engine_up{{engine="{other.url}",model="tiny"}} 1.0' in text
 
-        await until({other.url: "does not answer"})
+        await until_engines(client, {other.url: "does not answer"})
         assert other.url in caplog.text and "it is used once it answers" in caplog.text
         card = right["/v1/models"]["data"][0]
         wrong = {
@@ -277,14 +270,14 @@ async def test_an_engine_that_comes_later_is_used_once_it_is_what_the_others_are
         }
         for why, change in wrong.items():
             other.about |= right | change
-            await until({other.url: "is refused; the log says why"})
+            await until_engines(client, {other.url: "is refused; the log says why"})
             await until_so(lambda why=why: why in caplog.text)
             assert 200 == (await client.post("/v1/completions", json=body())).status_code
             assert not await is_up() and [] == other.asked
             other.about["/version"] = (503, {})
-            await until({other.url: "does not answer"})
+            await until_engines(client, {other.url: "does not answer"})
         other.about |= right
-        await until(None)
+        await until_engines(client, None)
         assert await is_up()
         engine.status = 500
         assert 200 == (await client.post("/v1/completions", json=body())).status_code

@@ -178,18 +178,6 @@ async def test_a_key_is_shown_once_and_revoked(ask, house):
     assert (404, "not_found", None) == await ask.refused("/keys/key_none/revoke", WHY)
 
 
-async def test_money_is_given_once_for_each_reference(ask, house):
-    body = {"amount": "2.5", "reference": "inv-7"}
-    for _ in range(2):
-        shown = await ask.post("/balance/acme/topup", **body)
-    assert "12.499796" == shown["topped_up"]
-    assert "1.00" == (await ask.post("/balance/acme/grant", amount="1"))["granted"]
-    actor, action, _, why = last_trail(house)
-    assert ("eve", "balance.grant", "as agreed") == (actor, action, why)
-    other = await ask.refused("/balance/acme/topup", {**body, "amount": "3", **WHY})
-    assert 409 == other[0]
-
-
 TOPUP = "/balance/acme/topup"
 NO_AMOUNTS = ("\uff11", "\u0663", "1,5", "NaN", "1e400", "0", "1." + "0" * 12 + "1", "9" * 16, "-1")
 WRONG: list[tuple[str, Any, str, str | None]] = [
@@ -345,9 +333,8 @@ async def test_statements_and_receipts(client, ask, house):
     assert verify_receipt(await ask.get("/receipts/acme/r1"), house.books.signer.public_key)
 
 
-@pytest.mark.parametrize(
-    "query", ["since=soon", "until=9999-12-31", "since=today&until=yesterday", "timezone=Europe"]
-)
-async def test_an_invalid_span_is_a_400(ask, query):
-    for path in ("?unit=day&", "?unit=month&", "/session?"):
-        assert (400, "invalid_value", None) == await ask.refused(f"/usage{path}{query}")
+async def test_an_invalid_span_is_a_400(ask):
+    spans = ("since=soon", "until=9999-12-31", "since=today&until=yesterday", "timezone=Europe")
+    for query in spans:
+        for path in ("?unit=day&", "?unit=month&", "/session?"):
+            assert (400, "invalid_value", None) == await ask.refused(f"/usage{path}{query}"), query

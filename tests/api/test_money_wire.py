@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from fastapi.routing import APIRoute
-from sqlalchemy import create_engine
+from sqlalchemy import create_engine, select
 
 from api.app import AREAS
 from api.collaborators import WireSettings
@@ -24,6 +24,7 @@ from billing.money import UNITS, format_units
 from billing.prices.book import NS
 from billing.proof import audit
 from billing.reports.receipts import verify_receipt
+from billing.store.schema import undelivered
 from tests.api.bank import CHAT, HELLO, HIT, MISS, OUTPUT, PROMPT_TOKENS, Bank
 from tests.api.conftest import begun, refusal, serving
 from tests.api.driver import Visit
@@ -335,6 +336,9 @@ async def test_a_client_that_leaves_pays_and_the_journal_says_what_was_sent(bank
     assert made < 1000, "it was ended in the engine"
     assert PROMPT_TOKENS * MISS + made * OUTPUT == bank.spent(UNITS)
     assert [Outcome.CLIENT_GONE] == [entry.details["outcome"] for entry in bank.charges()]
+    with bank.store.reading() as connection:
+        noted = connection.scalars(select(undelivered.c.request_id)).all()
+    assert stream == (not noted), "what was sent in part is not given back to a retry"
     assert (stream, stream) == (held.usage.output > 0, held.usage.prompt > 0)
     assert held.usage.output <= told
 

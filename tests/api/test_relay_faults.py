@@ -17,7 +17,7 @@ from api.relay import passage
 from billing.prices.cards import parse_card
 from engine.remote import upstreams
 from engine.remote.client import HttpAnswer
-from tests.api.conftest import refusal
+from tests.api.conftest import refusal, until_engines
 from tests.api.driver import Visit
 from tests.api.relaying import ALL, bound, charges, paying, quiet, relaying, unreported, usage_of
 from tests.support import upstream as upstream_module
@@ -222,13 +222,7 @@ async def test_a_site_that_comes_later_is_used_once_it_is_what_the_others_are(
         right = {**other.cards[0], "owned_by": "vllm"}
         other.lists = 503
         async with at(other, up) as (_, client):
-
-            async def until(told):
-                async with asyncio.timeout(30):
-                    while told != (await client.get("/health/ready")).json().get("engines"):
-                        await asyncio.sleep(0.02)
-
-            await until({other.url: "does not answer"})
+            await until_engines(client, {other.url: "does not answer"})
             wrong = {
                 "has third, not up": {"id": "third"},
                 "a context of 99 tokens, not 4000": {"max_model_len": 99},
@@ -240,11 +234,11 @@ async def test_a_site_that_comes_later_is_used_once_it_is_what_the_others_are(
                 async with asyncio.timeout(30):
                     while why not in caplog.text:
                         await asyncio.sleep(0.02)
-                await until({other.url: "is refused; the log says why"})
+                await until_engines(client, {other.url: "is refused; the log says why"})
                 assert 200 == (await client.post(CHAT, json=body(CHAT))).status_code
                 assert [] == other.asked
             other.cards = [right]
-            await until(None)
+            await until_engines(client, None)
             up.status = 503
             assert 200 == (await client.post(CHAT, json=body(CHAT))).status_code
             assert 1 == len(other.asked)
@@ -256,12 +250,12 @@ async def test_a_site_that_comes_later_is_used_once_it_is_what_the_others_are(
                         await asyncio.sleep(0.02)
                 assert 200 == (await client.post(CHAT, json=body(CHAT))).status_code
                 other.lists = 401
-                await until({other.url: "is refused; the log says why"})
+                await until_engines(client, {other.url: "is refused; the log says why"})
                 up.status = 429
                 told = refusal(await client.post(CHAT, json=body(CHAT)))
                 assert (429, "engine_overloaded") == told, "there is no other to try"
                 other.status, other.lists = 200, 200
-                await until(None)
+                await until_engines(client, None)
             assert 1 + 2 * 3 == len(other.asked), "it was used until its list denied it"
 
 

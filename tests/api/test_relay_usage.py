@@ -248,9 +248,6 @@ LITELLM_KINDS = dict.fromkeys(("audio_tokens", "text_tokens", "image_tokens", "v
 LITELLM_TIERS = dict.fromkeys(("text_tokens", "audio_tokens", "image_tokens"))
 LITELLM_OUT = {"reasoning_tokens": 0, "text_tokens": 4}
 LITELLM_CHUNK = usage(331, 4, **details(cached_tokens=256), completion_tokens_details=LITELLM_OUT)
-LITELLM_TEXT = usage(
-    331, 4, **details(**LITELLM_KINDS, cached_tokens=256), completion_tokens_details=None
-)
 LITELLM_RESPONSE = response(
     331,
     4,
@@ -262,8 +259,8 @@ LITELLM_RESPONSE["usage"] |= {
     "cost": None,
 }
 LITELLM_DELTA = {"input_tokens": 75, "output_tokens": 4, "cache_read_input_tokens": 256}
-# llama.cpp's server (xllamacpp 2026.10.11549) on a tiny GGUF file, asked through a relay: prompts
-# of 308 and 267 tokens, the first time and again.
+# llama.cpp's server (xllamacpp 2026.10.11549) on a tiny GGUF file, asked again through a relay: a
+# prompt of 308 tokens.
 LLAMA_HIT = Usage(hit_device=307, miss=1, output=4)
 LLAMA_TIMES = timings(307, 1, 4, prompt_ms=0.449)
 LLAMA_CHAT = usage(308, 4, **details(cached_tokens=307)) | LLAMA_TIMES
@@ -281,12 +278,7 @@ RECORDED: Mapping[str, tuple[list[Said], bool, Usage]] = {
     "vLLM's chat, cold": (
         [usage(331, 4, **VLLM_NEW, completion_tokens_details=None)], False, COLD,
     ),
-    "vLLM's chat, streamed": (
-        [usage(331, 4, **details(cached_tokens=256, created_cache_tokens=0)) | {"choices": []}],
-        False, HIT,
-    ),
     "vLLM's Responses": ([VLLM_RESPONSE], False, HIT),
-    "vLLM's Messages": ([VLLM_MESSAGE], True, HIT),
     "vLLM's Messages, streamed: its start counts all as input": (
         [
             {
@@ -300,16 +292,10 @@ RECORDED: Mapping[str, tuple[list[Said], bool, Usage]] = {
     "LiteLLM's chat, streamed, beside an empty choice": (
         [{"choices": [{"index": 0, "delta": {}}], **LITELLM_CHUNK}], False, HIT,
     ),
-    "LiteLLM's completions": ([LITELLM_TEXT], False, HIT),
     "LiteLLM's Responses": ([LITELLM_RESPONSE], False, HIT),
     "LiteLLM's Messages, streamed": (
         [{"type": "message_delta", "usage": LITELLM_DELTA}], True, HIT,
     ),
-    "llama.cpp's completions, cold": (
-        [usage(267, 4, **details(cached_tokens=0)) | timings(0, 267, 4, prompt_ms=6.756)],
-        False, Usage(miss=267, output=4),
-    ),
-    "llama.cpp's chat": ([LLAMA_CHAT], False, LLAMA_HIT),
     "llama.cpp's chat, streamed with timings_per_token and return_progress": (
         [
             choice(delta={"content": None})
@@ -321,10 +307,6 @@ RECORDED: Mapping[str, tuple[list[Said], bool, Usage]] = {
         ],
         False, LLAMA_HIT,
     ),
-    "llama.cpp's completions, streamed: its last choice has the usage": (
-        [choice("length", text="", logprobs=None) | LLAMA_CHAT], False, LLAMA_HIT,
-    ),
-    "llama.cpp's Messages": ([{"usage": {**LLAMA_START, "output_tokens": 4}}], True, LLAMA_HIT),
     "llama.cpp's Messages, streamed: the prompt at the start alone": (
         [
             {"type": "message_start", "message": {"usage": LLAMA_START}},
@@ -332,7 +314,6 @@ RECORDED: Mapping[str, tuple[list[Said], bool, Usage]] = {
         ],
         True, LLAMA_HIT,
     ),
-    "llama.cpp's Responses": ([LLAMA_RESPONSE], False, LLAMA_HIT),
     "llama.cpp's Responses, streamed, with timings beside": (
         [
             {"type": "response.created", "response": {"status": "in_progress"}},

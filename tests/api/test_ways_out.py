@@ -57,19 +57,6 @@ async def test_a_client_whose_socket_takes_nothing_has_left(fault):
         assert Outcome.CLIENT_GONE is house.meter.last.served.outcome
 
 
-async def test_an_answer_that_the_server_ends_says_so_and_settles(app, house):
-    house.engine.script = Script(answer="x" * 1000, step_s=0.002)
-    visit = Visit(app, CHAT, STREAM).start()
-    await visit.first_text()
-    visit.task.cancel()
-    await visit.task
-    await quiet(house, app)
-    assert "the server is stopping" in visit.text
-    served = house.meter.last.served
-    assert Outcome.FAILED is served.outcome
-    assert served.usage.output < 1000
-
-
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_bug_in_an_answer_is_logged_but_not_shown_to_the_client(
     client, house, caplog, monkeypatch, stream

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from redis import Redis
 
 from tests.live_server import SCRIPT, serve
 from tests.patience import PATIENCE_S, ended, free_port
@@ -122,13 +123,15 @@ def test_three_replicas_share_blocks_and_a_ledger_that_outlives_one_of_them(post
             script = script.replace(written, meant)
         told = {"MODEL__NAME": "tiny", "CACHE__WEIGH_LOADS": "false", "CACHE__BLOCK_SIZE": "16"}
         told |= {"CACHE__DEVICE_BYTES": "8MiB", "CACHE__HOST_BYTES": "8MiB"}
-        told |= {"CACHE__DISK_BYTES": "64MiB"}
+        told |= {"CACHE__DISK_BYTES": "64MiB", "LIMITS__TENANTS": '{"acme": {"requests": 1000}}'}
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         environment |= {f"CACHESVC_{name}": value for name, value in told.items()}
         environment["PATH"] = f"{SCRIPT.parent}{os.pathsep}{os.environ['PATH']}"
         script = f"set -e\ntrap 'kill $(jobs -p) 2>/dev/null; wait' EXIT\n{script}"
         script += "cachesvc usage --tenant acme --json\n"
         done = ran("bash", "-c", script, cwd=tmp_path, env=environment, timeout=10 * PATIENCE_S)
+        with Redis.from_url(here["redis://127.0.0.1:6379/0"]) as limits:
+            counted = limits.info("commandstats")["cmdstat_incrby"]["calls"]
     answers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"id"')]
     details = [each["usage"]["prompt_tokens_details"] for each in answers]
     remote = [each["cached_tokens_details"].get("remote", 0) for each in details]
@@ -137,3 +140,4 @@ def test_three_replicas_share_blocks_and_a_ledger_that_outlives_one_of_them(post
     [row] = json.loads(done.stdout[done.stdout.rindex("\n[") :])
     assert (4, sum(remote)) == (row["requests"], row["hit_remote_tokens"])
     assert "proved: " in done.stderr
+    assert 4 == counted, "each request by the one count of all servers"

@@ -15,8 +15,8 @@ import httpx
 import pytest
 
 from billing.gate.entries import Kind
-from tests.e2e.test_two_machines import Machine
-from tests.live_server import SCRIPT
+from billing.store.opening import open_store
+from tests.live_server import SCRIPT, ForkedServer
 from tests.patience import PATIENCE_S, ended, free_port, until
 from tests.postgres_server import fresh_database
 from tests.redis_server import redis_server
@@ -31,10 +31,17 @@ TOKENS_OF_A_CHECK = 3  # read and generated: a completion, one with a priority, 
 OPENING = " ".join(f"Person {n} lives in town {n * 7 % 97}." for n in range(30))
 
 
-class Server(Machine):
-    """Ours, before the router."""
+class Server(ForkedServer):
+    """Ours, before the router. Its ledger is the PostgreSQL that the environment names."""
 
     sizes = ()  # the engine's, and so are the tiers
+
+    @property
+    def ledger_url(self):
+        return self._environment["CACHESVC_BILLING__DATABASE_URL"]
+
+    def store(self):
+        return open_store(self.ledger_url)
 
 
 @contextmanager
