@@ -126,10 +126,12 @@ async def test_the_blocks_of_a_stream_open_and_close_in_turn_and_are_the_whole_a
 ):
     """Text, and a call after it."""
     call = '<tool_call>{"name": "look", "arguments": {"q": "x"}}</tool_call>'
-    house.engine.script = Script(answer=f"Let me see.\n{call}")
+    house.engine.script = Script(answer=f"Let me see.\n{call}", hits={"hit_device": 4})
     asked = body(tools=[{"name": "look", "input_schema": {"type": "object"}}])
     found = events((await client.post(MESSAGES, json=asked | {"stream": True})).text)
-    assert "message_start" == found[0]["type"]
+    told = found[0]["type"], found[0]["message"]["usage"]["cache_read_input_tokens"]
+    assert ("message_start", 4) == told
+    assert {"stop_reason": "tool_use", "stop_sequence": None} == found[-2]["delta"]
     assert ["message_delta", "message_stop"] == [one["type"] for one in found[-2:]]
     blocks, open_at = list[dict[str, Any]](), None
     for one in (one for one in found if one["type"].startswith("content_block")):

@@ -44,11 +44,11 @@ def data_dir(tmp_path):
     return tmp_path / "data"
 
 
-@pytest.fixture
-def hybrid(tmp_path):
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory):
     """A tiny Qwen3-Next as users have it on disk."""
     logging.getLogger("transformers").setLevel(logging.ERROR)  # of kernels that are not installed
-    folder = tmp_path / "hybrid"
+    folder = tmp_path_factory.mktemp("models") / "hybrid"
     save_model(folder, architectures.stock("qwen3_next"))
     return folder
 
