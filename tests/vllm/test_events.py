@@ -9,6 +9,7 @@ import pytest
 
 from cachesvc.config.sections import ZmqTable
 from cachesvc.observability.kv_events import KvEventPublisher, block_hash
+from tests.support.threads import beside, ending
 from tests.vllm.processes import PYTHON, ROOT
 from tiers.blocks.keys import CacheScope, block_ids, token_bytes
 from tiers.telemetry.events import Cause, EventKind, EventStream
@@ -65,31 +66,19 @@ def read(router: "subprocess.Popen[str]", stream: EventStream, ids: list) -> lis
     """What the router has decoded. A subscription takes a moment, so the blocks come again until
     it has seen them."""
     events = []
-    stop = threading.Event()
+    seen, stop = threading.Event(), threading.Event()
 
     def publish() -> None:
         while not stop.wait(0.2):
             for block in ids:
-                stream.publish(
-                    EventKind.STORED,
-                    TierName.DEVICE,
-                    key=block.key,
-                    parent=block.parent,
-                    scope=block.scope,
-                    tokens=block.tokens,
-                )
+                about = {"parent": block.parent, "scope": block.scope, "tokens": block.tokens}
+                stream.publish(EventKind.STORED, TierName.DEVICE, key=block.key, **about)
             if seen.is_set():
                 stream.publish(EventKind.REMOVED, TierName.DEVICE, key=ids[0].key, cause=Cause.ROOM)
 
-    seen = threading.Event()
-    thread = threading.Thread(target=publish)
-    thread.start()
-    try:
+    with beside(publish), ending(stop):
         for line in router.stdout:
             events.append(json.loads(line))
             if events[-1]["type"] == "BlockStored":
                 seen.set()
-    finally:
-        stop.set()
-        thread.join()
     return events
