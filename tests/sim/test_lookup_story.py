@@ -25,16 +25,12 @@ def told(lookup: Lookup) -> list[tuple[str | None, int, int]]:
     return [(run.source and str(run.source), run.start, run.num_tokens) for run in lookup.runs]
 
 
-def test_a_first_prompt_was_never_seen():
-    lookup = ask(World(), "a", FIRST)
+def test_a_first_prompt_was_never_seen_and_a_second_is_served_but_for_its_last_token():
+    world = World()
+    lookup = ask(world, "a", FIRST)
     assert told(lookup) == [(None, 0, len(FIRST))]
     assert lookup.stop is MissReason.ABSENT and lookup.absence is not None
     assert (lookup.absence.departure, lookup.absence.rows) == (None, 0)
-
-
-def test_a_second_prompt_is_served_but_for_its_last_token():
-    world = World()
-    ask(world, "a", FIRST)
     lookup = ask(world, "b", FIRST)
     assert told(lookup) == [("device", 0, len(FIRST) - 1), (None, len(FIRST) - 1, 1)]
     assert lookup.absence is None
