@@ -70,3 +70,13 @@ def test_blocks_evicted_while_they_load_for_nobody_are_the_disk_s_alone(world):
     assert {TierName.DEVICE: 0, TierName.HOST: 0, TierName.DISK: 4} == removed.result()
     world.check_idle()
     assert not world.cache.index.match(CHAIN)
+
+
+@pytest.mark.parametrize(("slots", "tier"), [(60, TierName.DEVICE), (6, TierName.HOST)])
+def test_a_block_is_evicted_from_the_fastest_tier_that_has_it(slots, tier):
+    world = World(device_blocks=slots, write_policy=WritePolicy.ON_SECOND_HIT)
+    world.ask("old", OLD, max_tokens=1)
+    world.ask("new", OLD[::-1], max_tokens=1)
+    world.cache.operations.evict(CHAIN.keys[1:2])
+    left = world.cache.residency.evictor.evicted_keys.find(CHAIN.keys[1])
+    assert left is not None and tier is left.tier
