@@ -267,12 +267,14 @@ def test_free_frames_of_a_locked_piece_count_and_are_taken_first():
     pool = pool_of(8)
     pool.memory.piece_frames = 3
     write(pool, prompt(1, 1))
-    assert pool.arena.lock(1)
+    assert [True, True] == [pool.arena.lock(1) for _ in range(2)], "two clients"
     assert 3 * pool.arena.stride == pool.capacity.kept_bytes
     assert [3, 4, 5, 1] == write(pool, prompt(2, 4))
     pool.check()
     purge(pool, ROOT)
     assert 3 * pool.arena.stride == pool.capacity.kept_bytes == pool.arena.num_locked_bytes
+    pool.arena.unlock(1)
+    assert 3 * pool.arena.stride == pool.capacity.kept_bytes, "the other has it still"
     pool.arena.unlock(1)
     assert (0, 1) == (pool.capacity.kept_bytes, pool.residency.host.num_blocks)
     assert 7 == len(pool.reserve(prompt(2, 7)))

@@ -1,7 +1,7 @@
 """The node's memory under a GPU: locked while it is used, and never under other pages.
 
-A stand-in registers memory as CUDA does. What a frame would show to a GPU is tested by the rule
-that makes it right: no page of a registered piece goes back to the system.
+A stand-in registers memory as CUDA does. That no page of a registered piece goes back to the system
+is tested in `tests/sim/test_node_lives.py`.
 """
 
 import logging
@@ -22,11 +22,11 @@ from cachesvc.vllm.locked import LockedMemory
 from cachesvc.vllm.transfers import GroupBlocks, Transfer
 from tests.patience import until
 from tests.unit.test_frames_pinned import Cudart
-from tests.unit.test_node_socket import LAYOUT, below, joined, prompt, serving, write
+from tests.unit.test_node_socket import LAYOUT, below, joined, prompt, serving
 from tiers.blocks.keys import CacheScope
 from tiers.errors import NodeError
 from tiers.node import arena, messages
-from tiers.node.arena import SharedMemory, frame_stride
+from tiers.node.arena import frame_stride
 from tiers.node.messages import Op
 
 PIECE = 4  # frames
@@ -40,33 +40,6 @@ def cudart(monkeypatch):
     monkeypatch.setattr(arena, "PIECE_BYTES", PIECE * STRIDE)
     monkeypatch.setattr("torch.cuda.cudart", lambda: made)
     return made
-
-
-@pytest.fixture(autouse=True)
-def pages_stay(monkeypatch):
-    """No page goes back that a client may have registered."""
-    give_back = SharedMemory.give_back
-
-    def checked(memory, number):
-        assert not LOCKED.get(memory, {}).get(number // PIECE), "a GPU still has this page"
-        give_back(memory, number)
-
-    LOCKED = {}
-    lock, unlock = arena.SharedArena.lock, arena.SharedArena.unlock
-
-    def locks(some, piece):
-        granted = lock(some, piece)
-        counts = LOCKED.setdefault(some.memory, {})
-        counts[piece] = counts.get(piece, 0) + granted
-        return granted
-
-    def unlocks(some, piece):
-        LOCKED[some.memory][piece] -= 1
-        unlock(some, piece)
-
-    monkeypatch.setattr(arena.SharedArena, "lock", locks)
-    monkeypatch.setattr(arena.SharedArena, "unlock", unlocks)
-    monkeypatch.setattr(SharedMemory, "give_back", checked)
 
 
 def locked_bytes(node):
@@ -98,22 +71,6 @@ def test_pieces_are_locked_once_when_they_are_used_and_let_go_in_the_end(path, c
             assert 2 * PIECE * STRIDE == locked_bytes(node)
         assert {} == cudart.pieces
         until_unlocked(node)
-
-
-def test_blocks_evicted_and_purged_meanwhile_keep_their_pages(path):
-    """The node has 128 frames; 150 blocks pass through them while a piece is locked."""
-    with serving(path) as node, joined(path) as client, locking(path) as locked:
-        write(client, prompt(1, 6))
-        with locked.rows(client.memory, [0]) as rows:
-            for number in range(2, 52):
-                write(client, prompt(number))
-            write(client, prompt(60, 2))
-            assert PIECE * STRIDE == locked_bytes(node)
-            assert 100 < node.stats()["pools"][0]["num_blocks"]
-            frames = client.lease(prompt(60, 2))
-            found = [bytes(rows[frame, :16].tolist()) for frame in frames]
-            assert [each.key for each in prompt(60, 2)] == found
-            client.release(frames)
 
 
 def test_a_restarted_node_has_other_memory_which_is_locked_anew(path, cudart):
