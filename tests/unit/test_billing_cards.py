@@ -112,6 +112,7 @@ def test_bare_decimals_are_read_exactly():
         ({"rates": "storage = 9\nstorage_minute = 1"}, "by the hour or by the minute"),
         ({"rates": '[[included]]\nname = "i"'}, "included was removed: plans and minimums are"),
         ({"rates": 2 * ABOVE}, "each once"),
+        ({"rates": "request = 1000001"}, "from zero to 1,000,000"),
         ({"more": GROUP.format("g", "0.0000001")}, "more than six decimal places"),
         ({"more": GROUP.format("g", "-1")}, "from 0 to 1,000"),
         ({"more": GROUP.format("g", "half")}, "is not a decimal"),

@@ -12,7 +12,6 @@ from engine.models import load
 from engine.models.load import load_model
 from engine.operators import library
 from engine.request import SamplingParams
-from tests.children import ran
 from tests.support.composed import Composed
 from tests.support.models import save_tiny_model
 from tiers.disk.format import planes
@@ -85,10 +84,3 @@ def test_compiled_functions_expand_records_of_every_dtype(
         assert fuses == composed.core.loaded.fuses
         traced = composed.core.runner._traced
         assert traced is not None and fuses == (traced.num_operators > 0)
-
-
-def test_the_values_of_a_request_import_no_torch():
-    ran(
-        "import sys, engine.request, engine.structure, cachesvc; "
-        "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
-    )

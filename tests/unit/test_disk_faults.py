@@ -25,7 +25,7 @@ from tests.support.faulty_storage import (
 from tiers.blocks.layout import BlockLayout
 from tiers.disk.directory import FORMAT, LOCK_NAME, DirectoryLock, is_locked, read_meta, write_meta
 from tiers.disk.open import open_disk
-from tiers.disk.storage import DataFile, Panic, Storage
+from tiers.disk.storage import DataFile, Storage
 from tiers.errors import ConfigurationError, DirectoryLocked, MissReason
 from tiers.tier import Loaded
 
@@ -47,7 +47,7 @@ def record_offset(tier, block):
         return shard.find([block.key])[0].place.offset
 
 
-@pytest.mark.parametrize("error", [io_error, disk_full, map_full, lambda: Panic("MDB_PANIC")])
+@pytest.mark.parametrize("error", [io_error, disk_full, map_full, lmdb.PanicError])
 def test_the_nth_operation_fails(tmp_path, error):
     """For N = 1, 2, 3, ... until nothing fails: no exception, no wrong byte, usable afterwards."""
     number = 0

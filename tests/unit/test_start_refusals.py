@@ -79,7 +79,7 @@ def test_a_server_that_anybody_may_reach_needs_keys(tmp_path, host):
 def test_a_wrong_value_in_the_file_is_no_wrong_command_line(tmp_path):
     file = tmp_path / "c.toml"
     file.write_text('[model]\ndtype = "float99"\n')
-    said("serve", "--config", file, "--data-dir", tmp_path / "data", code=1)
+    assert "float99" in said("serve", "--config", file, "--data-dir", tmp_path / "data", code=1)
 
 
 @pytest.mark.parametrize("command", ["", "serve", "cache purge", "replay", "balance topup"])

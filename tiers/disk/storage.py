@@ -22,8 +22,6 @@ NUM_DATABASES = 8
 StorageError = (lmdb.Error, OSError)
 MapFull = lmdb.MapFullError
 NoMemory = lmdb.MemoryError
-Panic = lmdb.PanicError
-
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 O_DIRECT = getattr(os, "O_DIRECT", 0)
