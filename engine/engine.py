@@ -208,9 +208,8 @@ class Engine:
             if self._failures >= MAX_FAILURES:
                 raise
             everybody = self._failures > 1
-            self._fail(
-                [*self._answers.groups] if everybody else self._running_requests(), STEP_FAILED
-            )
+            running = {each.request.request_id for each in self._scheduler.running}
+            self._fail([*(self._answers.groups if everybody else running)], STEP_FAILED)
             return True
         if computed:
             self._failures = 0
@@ -369,9 +368,6 @@ class Engine:
         outputs = self._answers.end(request_id, reason, error, index)
         self._forget_left()
         self._tell(outputs)
-
-    def _running_requests(self) -> list[str]:
-        return list({s.request.request_id for s in self._scheduler.running})
 
     def _fail(self, request_ids: Seq[str], message: str) -> None:
         for request_id in request_ids:

@@ -17,13 +17,11 @@ def summary(record: RequestRecord) -> dict[str, Any]:
     """The row of a list: tenant, times, tokens and outcome."""
     served, bill = record.served, record.bill
     usage = bill.usage if bill is not None else served.usage if served is not None else None
+    names = ("client_id", "project", "key_id", "session")
     return {
         "id": record.request_id,
-        "client_id": record.client_id or None,
+        **{name: getattr(record, name) or None for name in names},
         "tenant": record.tenant,
-        "project": record.project or None,
-        "key_id": record.key_id or None,
-        "session": record.session or None,
         "model": record.model,
         "stream": record.stream,
         "choices": record.num_choices,
@@ -36,9 +34,7 @@ def summary(record: RequestRecord) -> dict[str, Any]:
         "prompt_tokens": record.prompt_tokens,
         "usage": wire_usage(usage) if usage is not None else None,
         "timings_ms": _timings(record),
-        "cost": bill.cost if bill is not None else None,
-        "saved": bill.saved if bill is not None else None,
-        "currency": bill.currency if bill is not None else None,
+        **{name: getattr(bill, name, None) for name in ("cost", "saved", "currency")},
     }
 
 
@@ -48,6 +44,7 @@ def details(
     """A whole record. `findings` are by prompt number, for admins."""
     served = record.served
     lookups = served.lookups if served is not None else ()
+    reasons = served.miss_reasons if served is not None else {}
     found = findings or {}
     return summary(record) | {
         "traceparent": record.trace_parent or None,
@@ -55,10 +52,7 @@ def details(
             _prompt(lookup, why(lookup, record.arrived_s, found.get(number, NOTHING)))
             for number, lookup in enumerate(lookups)
         ],
-        "miss_reasons": {
-            str(reason): tokens
-            for reason, tokens in (served.miss_reasons if served is not None else {}).items()
-        },
+        "miss_reasons": {str(reason): tokens for reason, tokens in reasons.items()},
         "turn": _turn(served.divergence) if served is not None and served.divergence else None,
         "exactness": None
         if record.promise is None
@@ -133,9 +127,7 @@ def _bill(bill: Bill) -> dict[str, Any]:
         "currency": bill.currency,
         "amount": bill.cost,
         "saved": bill.saved,
-        "card": rate.card if rate is not None else None,
-        "version": rate.version if rate is not None else None,
-        "window": rate.window if rate is not None else None,
+        **{name: getattr(rate, name, None) for name in ("card", "version", "window")},
         "note": bill.note,
         "lines": [
             {

@@ -62,8 +62,7 @@ async def relayed(arrival: Arrival, protocol: ClientProtocol) -> Response | None
         salt=scope.tenant,
         headers=protocol_headers(arrival.request.headers),
     )
-    most = ascent.most_tokens(model.max_context, body.num_prompts)
-    job = replace(job, prompt_most=most)
+    job = replace(job, prompt_most=ascent.most_tokens(model.max_context, body.num_prompts))
     wants_usage = body.wants_usage or not protocol.asks_for_usage
     produce = partial(_passage, ascent, wants_usage)
     return await deliver(arrival, job, Extension(), protocol.answer(), produce)

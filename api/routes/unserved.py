@@ -10,38 +10,32 @@ from api.errors import NotServed
 
 router = APIRouter(include_in_schema=False)
 
-_NO_FILES = "send the content itself, in the request"
+_BESIDE = "is served; run one beside this server"
+_NO_BATCH = "send the requests one by one; X-Session-Id groups them"
 _NO_STORE = "keep the conversation yourself, or use previous_response_id of /v1/responses"
 _NO_TRAINING = "serve a finished adapter with `--adapter`"
 
 # What is named after /v1, and what to do instead.
 UNSERVED: Final[Mapping[str, str]] = {
-    "assistants": _NO_STORE,
+    **dict.fromkeys(("assistants", "conversations", "threads"), _NO_STORE),
     "audio": "no model here hears or speaks; send text",
-    "batches": "send the requests one by one; X-Session-Id groups them",
+    **dict.fromkeys(("batches", "messages/batches"), _NO_BATCH),
     "cache/events": "routers read block events at `events.zmq`, in vLLM's format",
     "classify": "ask a chat for one of several answers, with structured_outputs.choice",
     "containers": "run the model's tool calls yourself",
-    "conversations": _NO_STORE,
-    "embeddings": "no embedding model is served; run one beside this server",
+    **dict.fromkeys(("embeddings", "pooling"), f"no embedding model {_BESIDE}"),
     "evals": "run them in your own harness",
-    "files": _NO_FILES,
+    **dict.fromkeys(("files", "uploads"), "send the content itself, in the request"),
     "fine_tuning": _NO_TRAINING,
-    "images": "no model here draws",
+    **dict.fromkeys(("images", "videos"), "no model here draws"),
     "invoices": "the billing system that `cachesvc usage export` feeds issues invoices; "
     "/v1/usage/statement/MONTH has a month",
-    "messages/batches": "send the requests one by one; X-Session-Id groups them",
     "moderations": "no moderation model is served; run one in front of this server",
-    "pooling": "no embedding model is served; run one beside this server",
     "realtime": "stream a chat with `stream: true`",
-    "rerank": "no reranking model is served; run one beside this server",
+    **dict.fromkeys(("rerank", "score"), f"no reranking model {_BESIDE}"),
     "responses/input_tokens": "/tokenize counts the tokens of messages",
-    "score": "no reranking model is served; run one beside this server",
     "skills": "put their text into the system prompt",
-    "threads": _NO_STORE,
-    "uploads": _NO_FILES,
     "vector_stores": "search yourself, and put what was found into the prompt",
-    "videos": "no model here draws",
 }
 _METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
 

@@ -29,6 +29,8 @@ _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
 
 _BIAS = "use logit_bias, or structured_outputs for a choice of answers"
 _EMPTY: Final[tuple[object, ...]] = ([], {}, "")
+_LEAVE = Unserved("leave it out", _EMPTY)
+_NO_SPECIAL = Unserved("special tokens are never in the text", (True,))
 
 _FORMS: Final = {  # of answers, as vLLM had them before, and as SGLang has them
     **dict.fromkeys(("guided_json", "json_schema"), "json"),
@@ -39,22 +41,19 @@ _FORMS: Final = {  # of answers, as vLLM had them before, and as SGLang has them
 
 GENERATION: Final[Mapping[str, Unserved]] = {
     **{name: Unserved(f"use structured_outputs.{kind}", _EMPTY) for name, kind in _FORMS.items()},
-    "allowed_token_ids": Unserved(_BIAS, _EMPTY),
+    **dict.fromkeys(("allowed_token_ids", "logits_processors"), Unserved(_BIAS, _EMPTY)),
     "bad_words": Unserved("use logit_bias to forbid tokens", _EMPTY),
     "cache_type": Unserved("every prompt is cached; cachesvc.cache can turn that off", _EMPTY),
-    "custom_logit_processor": Unserved("leave it out", _EMPTY),
-    "guided_whitespace_pattern": Unserved("leave it out", _EMPTY),
+    **dict.fromkeys(("custom_logit_processor", "guided_whitespace_pattern"), _LEAVE),
     "include_stop_str_in_output": Unserved("append the stop string yourself"),
     "length_penalty": Unserved("beam search is not served", (1, 1.0)),
-    "logits_processors": Unserved(_BIAS, _EMPTY),
     "lora_path": Unserved("name the adapter as the model", _EMPTY),
     "no_repeat_ngram_size": Unserved("use repetition_penalty", (0,)),
     "prompt_embeds": Unserved("send a text or token ids", _EMPTY),
     "prompt_logprobs": Unserved("use /v1/completions with echo and logprobs", ()),
     "return_token_ids": Unserved("/tokenize gives the ids of a text"),
     "return_tokens_as_token_ids": Unserved("logprobs name tokens by their text"),
-    "skip_special_tokens": Unserved("special tokens are never in the text", (True,)),
-    "spaces_between_special_tokens": Unserved("special tokens are never in the text", (True,)),
+    **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), _NO_SPECIAL),
     "tenant": Unserved("the API key names the tenant", _EMPTY),
     "truncate_prompt_tokens": Unserved("shorten the prompt yourself", ()),
     "typical_p": Unserved("use top_p or min_p", (1, 1.0)),
@@ -68,8 +67,7 @@ CHAT: Final[Mapping[str, Unserved]] = {
     "documents": Unserved("put their text into a message", _EMPTY),
     "echo": Unserved("put the last message before the answer yourself"),
     "audio": Unserved("no model here hears or speaks; leave it out", ()),
-    "function_call": Unserved("use tools", ()),
-    "functions": Unserved("use tools", ()),
+    **dict.fromkeys(("function_call", "functions"), Unserved("use tools", ())),
     "modalities": Unserved("every answer is text", (["text"], [])),
     "web_search_options": Unserved("search yourself, and put what was found into a message", ()),
     "asr_options": Unserved("no model here hears", _EMPTY),
@@ -93,7 +91,7 @@ COMPLETIONS: Final[Mapping[str, Unserved]] = {
 }
 
 RESPONSES: Final[Mapping[str, Unserved]] = {
-    "access_programs": Unserved("leave it out", _EMPTY),
+    "access_programs": _LEAVE,
     "background": Unserved("leave it out, and stream instead"),
     "background_options": Unserved(
         "leave it out, and stream instead", (*_EMPTY, {"completion_window": "soonest"})

@@ -18,13 +18,7 @@ _IMAGES: Final = frozenset({"image", "image_url", "input_image"})
 _UNSERVED: Final = {"function_call": "send tool_calls", "audio": "send what was said as content"}
 
 Ttl = Literal["5m", "30m", "1h", "12h", "24h"]
-TTL_S: Final[Mapping[str, float]] = {
-    "5m": 300.0,
-    "30m": 1800.0,
-    "1h": 3600.0,
-    "12h": 43_200.0,
-    "24h": 86_400.0,
-}
+TTL_S: Final = {"5m": 300.0, "30m": 1800.0, "1h": 3600.0, "12h": 43_200.0, "24h": 86_400.0}
 WRITES_MOST: Final = 4  # breakpoints of one request that are kept, as at OpenAI and Anthropic
 
 
@@ -225,8 +219,5 @@ def marked_points(
 
 def mark_of(part: Mapping[str, Any]) -> dict[str, Any]:
     """The mark of a part that is not checked yet, to be put on its translation."""
-    return {
-        name: part[name]
-        for name in ("cache_control", "prompt_cache_breakpoint")
-        if part.get(name) is not None
-    }
+    names = ("cache_control", "prompt_cache_breakpoint")
+    return {name: part[name] for name in names if part.get(name) is not None}

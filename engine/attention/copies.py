@@ -51,11 +51,7 @@ class WorkingCopies:
     buffer."""
 
     def __init__(
-        self,
-        kv: KvPool,
-        owners: Sequence[int] = (),
-        *,
-        budget_bytes: int = CPU_COPIES_BYTES,
+        self, kv: KvPool, owners: Sequence[int] = (), *, budget_bytes: int = CPU_COPIES_BYTES
     ) -> None:
         """owners: the number of the owner of each pool slot, never reused. Without it no copy
         outlives its sequence."""
@@ -123,8 +119,7 @@ class WorkingCopies:
         rows = head + (starts + np.array(positions))[:, None]
         usable = len(self._buffer) // dim * dim
         return Rows(
-            self._buffer[:usable].view(-1, dim),
-            torch.from_numpy(rows.reshape(parts, -1)).unbind(0),
+            self._buffer[:usable].view(-1, dim), torch.from_numpy(rows.reshape(parts, -1)).unbind(0)
         )
 
     @property

@@ -14,12 +14,7 @@ from typing import TypeGuard
 import numpy as np
 import torch
 
-from engine.attention.base import (
-    SHORT_TAIL,
-    TAIL_QUERIES,
-    PagedAttention,
-    RecordableAttention,
-)
+from engine.attention.base import SHORT_TAIL, TAIL_QUERIES, PagedAttention, RecordableAttention
 from engine.batch import Span
 from engine.execution.grouped_rows import GroupedRows
 from engine.hardware import upload

@@ -298,10 +298,7 @@ class ModelRunner:
         self, traced: TracedForward, keep: torch.Tensor, arguments: dict[str, Any]
     ) -> tuple[torch.Tensor, Any]:
         return traced(
-            self._attention,
-            arguments["position_ids"],
-            keep,
-            tokens=arguments["input_ids"],
+            self._attention, arguments["position_ids"], keep, tokens=arguments["input_ids"]
         )
 
     def _heads(

@@ -25,13 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from engine.attention.base import AttentionCall, AttentionOptions, PagedAttention, attend_dense
 from engine.attention.cpu import CpuAttention
 from engine.attention.inside import InsideAttention
-from engine.execution.fusing import (
-    activates_by_row,
-    computes_one_row,
-    flatten,
-    fuse,
-    num_fused,
-)
+from engine.execution.fusing import activates_by_row, computes_one_row, flatten, fuse, num_fused
 from engine.torchscript import undeprecated, unoptimized
 
 logger = logging.getLogger(__name__)
@@ -224,10 +218,7 @@ class TracedForward:
             _thread.handed = self._handed
             forward = _Forward(model, self._handed)
             graph = torch.jit.trace(
-                forward,
-                (rows, positions, self._numbers([3, 4])),
-                check_trace=False,
-                strict=False,
+                forward, (rows, positions, self._numbers([3, 4])), check_trace=False, strict=False
             )
         for each in said:
             if each.category.__name__ == "TracerWarning":

@@ -37,10 +37,7 @@ class Unfilled(TorchFunctionMode):
             tensor = given[0] if given else named.get("tensor")
             if isinstance(tensor, torch.Tensor) and tensor.is_meta:
                 return tensor
-        if function is torch.arange and _is_meta(named.get("device")):
+        device = named.get("device")
+        if function is torch.arange and device is not None and torch.device(device).type == "meta":
             named = {**named, "device": "cpu"}
         return function(*given, **named)
-
-
-def _is_meta(device: Any) -> bool:
-    return device is not None and torch.device(device).type == "meta"

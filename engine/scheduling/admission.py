@@ -201,11 +201,7 @@ class Admission:
         return MissReason.ARITHMETIC if held else ticket.stop
 
     def _look_back(
-        self,
-        sequence: Sequence,
-        ticket: Ticket,
-        tail: Tail | None,
-        num_rows: int,
+        self, sequence: Sequence, ticket: Ticket, tail: Tail | None, num_rows: int
     ) -> Lookup:
         """Record what the cache had of the prompt, and what it knows about the first missed
         block."""

@@ -21,11 +21,7 @@ class WaitingQueue:
     """Waiting sequences, oldest first. Invariant: a preempted sequence is never passed by."""
 
     def __init__(
-        self,
-        *,
-        max_passed_s: float,
-        window: int = 64,
-        served: ServedShares | None = None,
+        self, *, max_passed_s: float, window: int = 64, served: ServedShares | None = None
     ) -> None:
         self._served = served or ServedShares()
         self._max_passed_ns = int(max_passed_s * 1e9)

@@ -9,12 +9,7 @@ import pytest
 import torch
 
 from engine.attention import pieces as attention_pieces
-from engine.attention.base import (
-    TAIL_QUERIES,
-    AttentionOptions,
-    ReferenceAttention,
-    attend_dense,
-)
+from engine.attention.base import TAIL_QUERIES, AttentionOptions, ReferenceAttention, attend_dense
 from engine.attention.pieces import PagedKeys
 from engine.batch import Batch, Span
 from engine.execution.cuda_graphs import StepGraphs, cuda_graphs

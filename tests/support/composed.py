@@ -19,12 +19,7 @@ class Composed:
     one."""
 
     def __init__(
-        self,
-        loaded: LoadedModel,
-        folder: Path,
-        *,
-        device_bytes: int = 4 << 20,
-        disk_bytes: int = 0,
+        self, loaded: LoadedModel, folder: Path, *, device_bytes: int = 4 << 20, disk_bytes: int = 0
     ) -> None:
         layout = loaded.layout()
         self._outputs: SimpleQueue[Sequence[StepOutput]] = SimpleQueue()
