@@ -52,9 +52,15 @@ _OPENAI = Shape(
     written=(
         "prompt_tokens_details.cache_write_tokens",  # OpenAI, OpenRouter, ours
         "prompt_tokens_details.created_cache_tokens",  # vLLM
+        "prompt_tokens_details.cache_creation_tokens",  # LiteLLM
+        "prompt_tokens_details.cache_creation_input_tokens",  # Qwen
         "cache_creation_input_tokens",  # LiteLLM before Anthropic
     ),
-    written_1h=("prompt_tokens_details.cache_write_tokens_details.explicit_1h",),  # ours
+    written_1h=(
+        "prompt_tokens_details.cache_write_tokens_details.explicit_1h",  # ours
+        "prompt_tokens_details.cache_creation_token_details.ephemeral_1h_input_tokens",  # LiteLLM
+        "prompt_tokens_details.cache_creation.ephemeral_1h_input_tokens",  # Qwen
+    ),
     tiers="prompt_tokens_details.cached_tokens_details",
     missed="prompt_cache_miss_tokens",
     total="total_tokens",
@@ -272,7 +278,7 @@ def _at(said: Mapping[str, Any], path: str) -> Any:
     return found
 
 
-_PLACES = ("usage", "message.usage", "response.usage")  # Anthropic's message_start; of Responses
+_PLACES = ("usage", "message.usage", "response.usage", "x_groq.usage")  # Messages', Responses'
 
 
 def _usage_in(document: Mapping[str, Any]) -> dict[str, Any]:

@@ -76,9 +76,9 @@ WRITES: Mapping[str, Said] = {
     "LiteLLM before Anthropic": usage(
         1000, 50, **details(cached_tokens=640, text_tokens=None), **OF_LITELLM
     ),
-    "vLLM with created_cache_tokens": usage(
-        1000, 50, **details(cached_tokens=640, created_cache_tokens=300)
-    ),
+    "LiteLLM": usage(1000, 50, **details(cached_tokens=640, cache_creation_tokens=300)),
+    "Qwen": usage(1000, 50, **details(cached_tokens=640, cache_creation_input_tokens=300)),
+    "vLLM": usage(1000, 50, **details(cached_tokens=640, created_cache_tokens=300)),
 }
 # The same without writes.
 OF_DEEPSEEK = {"prompt_cache_hit_tokens": 640, "prompt_cache_miss_tokens": 360}
@@ -110,6 +110,7 @@ IN_STREAMS: Mapping[str, list[Said]] = {
         *({"choices": [{}], **usage(1000, output)} for output in (0, 20)),
         {"choices": [], **READS["vLLM"]},
     ],
+    "Groq, beside the choices": [{"choices": [], "x_groq": READS["vLLM"]}],
     "Moonshot, in the choice": [{"choices": [{"index": 0, "delta": {}, **READS["Moonshot"]}]}],
     "Responses": [
         {"type": "response.created", "response": {"usage": None}},
@@ -146,11 +147,7 @@ UNKNOWN_HITS: Mapping[str, Said] = {
     "no details": usage(1000, 50),
     "details of null": usage(1000, 50, prompt_tokens_details=None),
     "cached null": usage(1000, 50, **details(cached_tokens=None)),
-    "more hits than prompt": usage(1000, 50, cached_tokens=1001),
-    "negative hits": usage(1000, 50, cached_tokens=-1),
-    "hits as text": usage(1000, 50, cached_tokens="640"),
-    "hits as a float": usage(1000, 50, cached_tokens=640.0),
-    "hits as a boolean": usage(1000, 50, cached_tokens=True),
+    **{repr(n): usage(1000, 50, cached_tokens=n) for n in (1001, -1, "640", 640.0, True)},
     "two hits that differ": usage(1000, 50, **READ, cached_tokens=512),
     "DeepSeek's two that do not make the prompt": usage(
         1000, 50, **OF_DEEPSEEK | {"prompt_cache_miss_tokens": 361}
@@ -160,9 +157,7 @@ UNKNOWN_HITS: Mapping[str, Said] = {
 UNKNOWN: Mapping[str, list[Said]] = {
     "nothing": [],
     "an empty usage": [{"usage": {}}],
-    "a negative prompt": [usage(-1, 50)],
-    "a prompt as a boolean": [usage(True, 50)],
-    "a prompt as a float": [usage(12.0, 50)],
+    **{f"a prompt of {n!r}": [usage(n, 50)] for n in (-1, True, 12.0)},
     "no prompt": [{"usage": {"completion_tokens": 50}}],
     "a negative output": [usage(1000, -1)],
     "two prompts in one stream": [WHOLE, usage(900, 50, cached_tokens=640)],
@@ -340,12 +335,23 @@ def test_messages_never_count_reads_as_part_of_their_input():
     assert Counted(7, None, 0, 0, 2) == seen
 
 
-def test_an_hour_of_keeping_is_told_apart():
-    split = {"ephemeral_5m_input_tokens": 10, "ephemeral_1h_input_tokens": 20}
-    said = {"input_tokens": 5, "cache_read_input_tokens": 0, "output_tokens": 1}
-    writes = {"cache_creation_input_tokens": 30, "cache_creation": split}
-    usage = bill(read({"usage": said | writes}, is_partial=True))
-    assert Usage(miss=35, cache_write=10, cache_write_1h=20, output=1) == usage
+OF_AN_HOUR = {
+    "Anthropic": message(5, 1, 0, 30, **kept(10, 20)),
+    "LiteLLM": usage(
+        *(35, 1),
+        **details(cached_tokens=0, cache_creation_token_details=kept(10, 20)["cache_creation"]),
+        cache_creation_input_tokens=30,
+    ),
+    "Qwen": usage(
+        35, 1, **details(cached_tokens=0, cache_creation_input_tokens=30, **kept(10, 20))
+    ),
+}
+
+
+@pytest.mark.parametrize("shape", OF_AN_HOUR)
+def test_an_hour_of_keeping_is_told_apart(shape):
+    seen = read(OF_AN_HOUR[shape], is_partial=shape == "Anthropic")
+    assert Usage(miss=35, cache_write=10, cache_write_1h=20, output=1) == bill(seen)
 
 
 def test_a_server_of_ours_tells_its_hits_by_tier():
