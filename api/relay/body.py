@@ -14,34 +14,42 @@ import orjson
 import xxhash
 from pydantic import ConfigDict, Field
 
-from api.errors import InvalidRequest, Unsupported
+from api.errors import Unsupported
 from api.relay.protocol import ClientProtocol
 from api.served_model import Endpoint
-from api.shapes.schemas import LabelledBody, StreamOptions
+from api.shapes.schemas import LabelledBody, StreamOptions, check_choices
 from engine.bounds import MAX_COUNT
 
 TEMPLATE_TOKENS: Final = 1024  # that a template may add to a prompt beside what the body has
 VERSION: Final = "2023-06-01"  # of Anthropic's protocol
 _HEADER_VALUE = re.compile(r"[A-Za-z0-9._,\- ]{1,256}")
 _PROTOCOL_HEADERS = ("anthropic-version", "anthropic-beta")  # they say what a body means
-_USER_NAMES = ("user", "user_id", "safety_identifier", "prompt_cache_key")
+_USER_NAMES = (
+    *("user", "user_id", "safety_identifier"),
+    *("prompt_cache_key", "prompt_cache_isolation_key"),
+)
 _SHARED = "what the endpoint keeps is shared by all tenants. Send the whole conversation."
 _UNPRICED = "it may cost what is not this model's price."
 _INSIDE = "it is for who runs the endpoint."
 _REFUSED: Final[Mapping[str, str]] = {
     **dict.fromkeys(("previous_response_id", "conversation", "background", "container"), _SHARED),
-    **dict.fromkeys(("prompt", "preset", "cachesvc"), _SHARED),
-    **dict.fromkeys(("models", "fallbacks", "route", "provider"), _UNPRICED),  # of gateways
+    **dict.fromkeys(("prompt", "preset", "cachesvc", "deferred"), _SHARED),  # the last is xAI's
+    # Of gateways. The last has whatever else goes up from there, with the model among it.
+    **dict.fromkeys(("models", "fallbacks", "route", "provider", "extra_body"), _UNPRICED),
     **dict.fromkeys(("speed", "inference_geo"), _UNPRICED),  # Anthropic's
     **dict.fromkeys(("api_base", "base_url", "api_key", "user_config"), _INSIDE),  # LiteLLM's
     **dict.fromkeys(("extra_headers", "organization", "custom_llm_provider"), _INSIDE),
     **dict.fromkeys(("kv_transfer_params", "priority", "request_id"), _INSIDE),  # vLLM's
+    **dict.fromkeys(("chat_template", "id_slot", "lora"), _INSIDE),  # of vLLM, and llama-server's
     **dict.fromkeys(("bootstrap_host", "bootstrap_room", "rid", "lora_path"), _INSIDE),  # SGLang's
     "custom_logit_processor": _INSIDE,
     "tools": "an advisor is another model, with another price.",
 }
 # By which the endpoint reads more than the body has.
-_READERS = ("mcp_servers", "plugins", "web_search_options", "data_sources")
+_READERS = (
+    *("mcp_servers", "plugins", "web_search_options", "data_sources"),
+    *("search_parameters", "enable_search"),  # xAI's and Qwen's
+)
 _SUMMARIES = ("context_management", "compaction")  # of the conversation, by a call of its own
 MOST_CALLS: Final = 100  # of a model in one answer
 _OWN_TOOLS = ("function", "custom", None)
@@ -50,6 +58,11 @@ _MEDIA = re.compile(
     rb'"(?:[a-z_]*image[a-z_]*|[a-z_]*(?:audio|video)_?(?:url|data)?|input_(?:audio|file)'
     rb'|file_(?:id|url|data)|prompt_embeds|cached_content)":[\["{]'
     rb'|"type":"[a-z_]*(?:image|audio|video|file|document|upload)[a-z_]*"'
+)
+# What the endpoint keeps, by its id, in any part of a body.
+_KEPT = re.compile(
+    rb'"(file_id|container|container_id|cached_content)":"(?:file|cntr|container|cachedContents)[-_/]'
+    rb'|"(file_ids|vector_store_ids)":\["|"type":"(item_reference)"'
 )
 
 Tokens = Annotated[int, Field(ge=1, le=MAX_COUNT)]
@@ -65,6 +78,7 @@ class PassedBody(LabelledBody):
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1)] | None = None
     best_of: Annotated[int, Field(ge=1)] | None = None
+    n_cmpl: Annotated[int, Field(ge=1)] | None = None  # llama-server's name for `n`
     max_tokens: Tokens | None = None
     max_completion_tokens: Tokens | None = None
     max_output_tokens: Tokens | None = None
@@ -78,7 +92,7 @@ class PassedBody(LabelledBody):
 
     @property
     def num_choices(self) -> int:
-        return self.num_prompts * max(self.n or 1, self.best_of or 1)
+        return self.num_prompts * max(self.n or 1, self.best_of or 1, self.n_cmpl or 1)
 
     @property
     def wants_usage(self) -> bool:
@@ -91,23 +105,19 @@ class PassedBody(LabelledBody):
 
     def check(self, max_choices: int) -> None:
         """Raises InvalidRequest or Unsupported, by field."""
-        if self.num_choices > max_choices:
-            raise InvalidRequest(
-                f"{self.num_choices} choices (prompts times n) are more than the {max_choices} "
-                "that this server answers in one request.",
-                param="n",
-            )
+        check_choices(self.num_choices, max_choices)
         kept = self.prompt if isinstance(self.prompt, Mapping) else None  # of Responses
         extra = self.model_extra or {}
         asks = any(str(kind).startswith("advisor_") for kind in _kinds_of(extra.get("tools")))
         given = {**extra, "prompt": kept, "tools": asks}
-        for name, why in _REFUSED.items():
-            if given.get(name):
-                raise Unsupported(
-                    f"{name} is not served with this model, whose requests pass to an endpoint: "
-                    f"{why} Leave it out.",
-                    param=name,
-                )
+        kept_part = _KEPT.search(orjson.dumps(extra))
+        name = kept_part[kept_part.lastindex or 0].decode() if kept_part else ""
+        if name := next(filter(given.get, _REFUSED), name):
+            raise Unsupported(
+                f"{name} is not served with this model, whose requests pass to an endpoint: "
+                f"{_REFUSED.get(name, _SHARED)} Leave it out.",
+                param=name,
+            )
 
 
 def _kinds_of(tools: object) -> list[object]:
@@ -158,10 +168,9 @@ class Ascent:
 
     def all_headers(self) -> dict[str, str]:
         """The protocol's, beside those that the client of the endpoint sends with each request."""
-        key = self.endpoint.key
         if self.protocol.is_messages:
             ours = {"anthropic-version": VERSION, **self.headers}
-            return ours | ({"x-api-key": key} if key else {})
+            return ours | ({"x-api-key": self.endpoint.key} if self.endpoint.key else {})
         return {}
 
     def most_tokens(self, context: int, num_prompts: int) -> int:

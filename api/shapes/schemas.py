@@ -111,6 +111,15 @@ class LabelledBody(Body):
     service_tier: str | None = None
 
 
+def check_choices(num: int, most: int) -> None:
+    if num > most:
+        raise InvalidRequest(
+            f"{num} choices (prompts times n) are more than the {most} that this server answers in "
+            "one request.",
+            param="n",
+        )
+
+
 class GenerationBody(LabelledBody):
     """The fields common to chat and completions. None means the default."""
 
@@ -176,13 +185,7 @@ class GenerationBody(LabelledBody):
         Raises Unsupported for fields that would change the answer, and InvalidRequest for more
         choices than one request may have.
         """
-        choices = self.num_prompts * (self.n or 1)
-        if choices > max_choices:
-            raise InvalidRequest(
-                f"{choices} choices (prompts times n) are more than the {max_choices} that this "
-                "server answers in one request.",
-                param="n",
-            )
+        check_choices(self.num_prompts * (self.n or 1), max_choices)
         return check_fields(self, GENERATION, self.unserved)
 
     def sampling(self, max_tokens: int) -> SamplingParams:

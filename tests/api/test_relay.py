@@ -81,7 +81,11 @@ async def test_usage_is_asked_for_and_not_shown_to_who_did_not_ask(up, tmp_path,
 
 async def test_a_body_passes_unchanged_but_for_what_is_the_tenants(up, tmp_path):
     up.cards = [{"id": "inner-name", "max_model_len": CONTEXT}]
-    odd = {"seed": 12345678901234567, "anything": {"deep": [1, 2.5, None]}, "temperature": 0.7}
+    odd = {
+        "seed": 12345678901234567,
+        "anything": {"deep": [1, 2.5, None]},
+        "file_id": {"type": "string"},
+    }
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
     async with relaying(tmp_path, up) as (_, client):
         asked = body(CHAT, **odd, user="alice", metadata={"a": "b"}, service_tier="priority")
@@ -96,7 +100,8 @@ async def test_a_body_passes_unchanged_but_for_what_is_the_tenants(up, tmp_path)
         assert kept == went
         await client.post(CHAT, json=asked)
         assert user == up.asked[-1][2]["user"], "the endpoint can tell users apart"
-        named = body(MESSAGES, metadata={"user_id": "alice"}, cache_salt="mine")
+        names = {"metadata": {"user_id": "alice"}, "prompt_cache_isolation_key": "alice"}
+        named = body(MESSAGES, **names, cache_salt="mine")
         await client.post(MESSAGES, json=named)
         assert "alice" not in json.dumps(up.asked[-1][2])
         assert up.asked[-1][2]["cache_salt"] not in ("mine", "")
@@ -223,6 +228,7 @@ async def test_a_whole_answer_without_usage_costs_what_the_body_could_be_at_most
 
 
 READERS = ("mcp_servers", "plugins", "web_search_options", "data_sources")
+READERS += ("search_parameters", "enable_search")
 
 
 async def test_what_makes_the_prompt_longer_than_its_bytes_is_held_for_as_the_whole_context(
@@ -268,36 +274,32 @@ async def test_prompts_of_several_calls_in_one_answer_are_held_once_they_are_kno
             assert 0 <= service._money.accounts.tenant(name).balance
 
 
-REFUSED: tuple[dict[str, Any], ...] = (
-    {"previous_response_id": "resp_1"},
-    {"conversation": "c"},
-    {"background": True},
-    {"prompt": {"id": "pmpt_1"}},
-    {"cachesvc": {"details": True}},
-    {"models": ["a", "b"]},
-    {"fallbacks": ["gpt-5-pro"]},
-    {"provider": {"order": ["dear"]}},
-    {"speed": "fast"},
-    {"tools": [{"type": "advisor_20260301", "model": "dear"}]},
-    {"extra_headers": {"authorization": "mine"}},
-    {"inference_geo": "us"},
-    {"api_base": "http://10.0.0.1"},
-    {"kv_transfer_params": {"remote_block_ids": [1]}},
-    {"priority": -1},
-    {"lora_path": "other"},
-    {"bootstrap_host": "10.0.0.1"},
-    {"n": 65},
-    {"max_output_tokens": 0},
-    {"model": "other"},
+KEPT = ("previous_response_id", "conversation", "background", "deferred")
+DEARER = ("models", "fallbacks", "provider", "speed", "inference_geo", "extra_body")
+INSIDE = ("extra_headers", "api_base", "kv_transfer_params", "priority", "chat_template")
+INSIDE += ("lora_path", "bootstrap_host", "id_slot")
+REFUSED: tuple[tuple[str, dict[str, Any]], ...] = (
+    *((name, {name: "x"}) for name in KEPT + DEARER + INSIDE),
+    ("prompt", {"prompt": {"id": "pmpt_1"}}),
+    ("cachesvc", {"cachesvc": {"details": True}}),
+    ("tools", {"tools": [{"type": "advisor_20260301", "model": "dear"}]}),
+    ("n", {"n": 65}),
+    ("max_output_tokens", {"max_output_tokens": 0}),
+    ("model", {"model": "other"}),
+    ("file_id", {"input": [{"type": "input_image", "file_id": "file-1"}]}),
+    ("container", {"tools": [{"type": "code_interpreter", "container": "cntr_1"}]}),
+    ("file_ids", {"tools": [{"container": {"type": "auto", "file_ids": ["file-1"]}}]}),
+    ("vector_store_ids", {"tools": [{"type": "file_search", "vector_store_ids": ["vs_1"]}]}),
+    ("item_reference", {"input": [{"type": "item_reference", "id": "msg_1"}]}),
 )
 
 
 async def test_what_cannot_pass_is_refused_by_name(up, tmp_path):
     async with relaying(tmp_path, up) as (service, client):
-        for more in REFUSED:
+        for name, more in REFUSED:
             answer = await client.post(RESPONSES, json=body(RESPONSES, **more))
             assert answer.status_code in (400, 404), more
-            assert next(iter(more)) == answer.json()["error"]["param"]
+            assert name == answer.json()["error"]["param"]
         vendor = await client.post(CHAT, json=body(CHAT), headers={"x-cachesvc": "details"})
         tokens = await client.post("/tokenize", json={"model": "up", "prompt": "x"})
         for answer in (vendor, tokens):
@@ -312,7 +314,12 @@ async def test_of_an_endpoint_that_counts_one_prompt_no_more_are_asked(tmp_path)
     llama = UpstreamServer(owned_by="llamacpp", max_model_len=None, meta=meta)
     with served(llama) as up:
         async with relaying(tmp_path, up) as (service, client):
-            for more in ({"prompt": ["Hello", "You"]}, {"prompt": [[1], [2]]}, {"n": 2}):
+            for more in (
+                {"prompt": ["Hello", "You"]},
+                {"prompt": [[1], [2]]},
+                {"n": 2},
+                {"n_cmpl": 2},
+            ):
                 answer = await client.post(COMPLETIONS, json=body(COMPLETIONS, **more))
                 assert 400 == answer.status_code
                 assert "more than the 1 that" in answer.json()["error"]["message"]
