@@ -14,7 +14,7 @@ from typing import Final
 from api.job import Delta, Job, Served
 from api.relay.body import Ascent
 from api.relay.protocol import ANSWERS, answer_bytes, is_error, note_of
-from api.relay.refusal import MAX_REFUSAL_BYTES, refusal_of
+from api.relay.refusal import refusal_of
 from api.relay.usage import CACHED_HEADER, UsageReader, billed
 from api.requests.delivery import UNCOUNTED
 from api.requests.metering import LedgerCharge
@@ -36,6 +36,7 @@ from tiers.errors import MissReason
 
 MAX_EVENT_BYTES: Final = 4 << 20  # of one event, and of those that wait for the settlement
 MAX_ANSWER_BYTES: Final = 64 << 20  # of an answer that comes whole
+DONE: Final = b"[DONE]"
 NO_ID: Final = -1  # of a token that only its endpoint knows
 _EVENT_END = re.compile(rb"\r?\n\r?\n|\r\r")
 _FINISHES = {
@@ -176,8 +177,7 @@ class Passage:
                     self._is_asked = False
                     if answer.status in OF_THE_BODY:  # that is no fault of its own
                         site.answered()
-                    said = await answer.whole(MAX_REFUSAL_BYTES)
-                    raise refusal_of(answer, said)
+                    raise refusal_of(answer, await answer.beginning())
                 self._reader.cached = answer.headers.get(CACHED_HEADER, "")
                 if answer.is_stream != self.job.stream:
                     raise answer.asked.fault(f"a stream: {not self.job.stream}", UNREADABLE)
@@ -200,10 +200,15 @@ class Passage:
                 if events:
                     yield events
         except RemoteFault:
-            if not (self._is_ending and self._reader.counted.prompt):
-                raise  # else all is known: the answer, and what it cost
-        if rest.strip():
+            if not self._is_known:
+                raise
+        if rest.strip() and (DONE in rest or not self._is_known):
             yield [rest]
+
+    @property
+    def _is_known(self) -> bool:
+        """The answer and what it cost: what may come now is dispensable."""
+        return self._is_ending and bool(self._reader.counted.prompt)
 
     async def _take(self, batch: Sequence[bytes]) -> AsyncIterator[list[Delta]]:
         """Reads what came and covers it. The answer ends before the first event that is not
@@ -244,7 +249,9 @@ class Passage:
         if not data:
             return True  # a comment
         self._has_begun = True
-        if data == b"[DONE]":
+        if data == DONE:
+            if not (self._num_sent or self._finished or self._reader.counted.prompt):
+                raise self._asked.fault("it ends before it begins", UNREADABLE)
             self._is_ending = self._is_complete = self._is_over = True
             return True
         document = self._asked.event(data)

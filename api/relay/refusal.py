@@ -4,7 +4,7 @@ What is wrong with the body is told in the endpoint's words. Its other words go 
 """
 
 import re
-from typing import Any, Final
+from typing import Any
 
 import orjson
 
@@ -12,7 +12,6 @@ from api.errors import ApiError, BodyTooLarge, ContextLengthExceeded, InvalidReq
 from engine.errors import RemoteFault
 from engine.remote.client import OF_THE_BODY, HttpAnswer
 
-MAX_REFUSAL_BYTES: Final = 1 << 16
 _WORDS = 500
 _TOO_LONG = re.compile(
     "context.{0,20}length|prompt is too long|exceed.{0,20}context", re.IGNORECASE
@@ -36,13 +35,18 @@ def refusal_of(answer: HttpAnswer, said: bytes) -> ApiError | RemoteFault:
 def _words(data: bytes) -> tuple[str, str]:
     """Message and code of an error in any protocol's shape."""
     try:
-        document: Any = orjson.loads(data)
+        error: Any = orjson.loads(data)
     except orjson.JSONDecodeError:
         return "", ""
-    error = document.get("error", document) if isinstance(document, dict) else document
-    if isinstance(error, str):
-        return error, ""
-    if not isinstance(error, dict):
-        return "", ""
-    message = error.get("message") or error.get("detail") or ""
-    return message if isinstance(message, str) else "", str(error.get("code") or "")
+    code = ""
+    while not isinstance(error, str):
+        if isinstance(error, list) and error:  # Gemini's one error, or FastAPI's for each field
+            error = error[0]
+        if not isinstance(error, dict):
+            return "", ""
+        code = str(error.get("code") or code)
+        names, where = ("error", "message", "detail", "msg"), error.get("loc")
+        error = next((error[name] for name in names if error.get(name)), None)
+        if isinstance(where, list) and isinstance(error, str):
+            error = f"{'.'.join(map(str, where))}: {error}"
+    return error, code

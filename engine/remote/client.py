@@ -7,9 +7,12 @@ Redirects are not followed, cookies not kept, and the environment's proxies not 
 
 import io
 import logging
+import math
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from email.utils import parsedate_to_datetime
 from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
@@ -69,10 +72,8 @@ class EngineCall:
             kind, what = RemoteBusy, "The engine is overloaded; try again later."
         elif answer.status in (503, 529):  # 529 is Anthropic's
             kind, what = RemoteAway, "The engine cannot serve now; try again later."
-        found = self.fault(f"{answer.status}: {_words(said)}", what, kind)
-        wait = answer.headers.get("retry-after", "")
-        if wait.isascii() and wait.isdigit():
-            found.retry_after_s = min(max(1, int(wait[:9])), MAX_RETRY_S)
+        found = self.fault(f"{answer.status}: {self._words(said)}", what, kind)
+        found.retry_after_s = _retry_after(answer.headers.get("retry-after", ""))
         return found
 
     def event(self, data: bytes) -> dict[str, Any]:
@@ -82,11 +83,15 @@ class EngineCall:
         except ValueError:
             event = None
         if not isinstance(event, dict):
-            begins = _words(data[:20])  # the rest may be an answer's text
+            begins = self._words(data)[:20]  # the rest may be an answer's text
             raise self.fault(f"no JSON object, {len(data)} bytes: {begins}", UNREADABLE)
         if event.get("error"):
-            raise self.fault(_words(data), ENDED_IN_ERROR)
+            raise self.fault(self._words(data), ENDED_IN_ERROR)
         return event
+
+    def _words(self, said: bytes) -> str:
+        """An engine's words, for our log. The key is out before they are cut."""
+        return self.keyless(said.decode(errors="replace"))[:_ERROR_CHARS]
 
     @contextmanager
     def faults(self) -> Iterator[None]:
@@ -141,6 +146,13 @@ class HttpAnswer:
             if len(self._rest) > MAX_LINE_BYTES:
                 raise self.asked.fault("a line is too long", TOO_LONG)
         return lines
+
+    async def beginning(self) -> bytes:
+        """The first bytes of an error, which may repeat a long request."""
+        said = b""
+        while len(said) < MAX_ERROR_BYTES and (data := await self.read()):
+            said += data
+        return said[:MAX_ERROR_BYTES]
 
     async def whole(self, most_bytes: int | None = None) -> bytes:
         """All that it holds. Raises RemoteFault for more than `most_bytes`."""
@@ -214,7 +226,7 @@ class EngineHttp:
         async with self.request("POST", path, orjson.dumps(body), sent=sent) as answer:
             asked = answer.asked
             if answer.status != 200:
-                raise asked.refusal(answer, await answer.whole(MAX_ERROR_BYTES))
+                raise asked.refusal(answer, await answer.beginning())
             if not answer.is_stream:
                 yield asked.event(await answer.whole())
                 return
@@ -266,6 +278,13 @@ async def _count_sent(
     about.trace_request_ctx(len(part.chunk))
 
 
-def _words(said: bytes) -> str:
-    """An engine's words, for our log."""
-    return said[:_ERROR_CHARS].decode(errors="replace")
+def _retry_after(said: str) -> int | None:
+    """Seconds, of a header that has them or a date."""
+    if said.isascii() and said.isdigit():
+        wait_s = float(said[:9])
+    else:
+        try:
+            wait_s = parsedate_to_datetime(said).timestamp() - time.time()
+        except ValueError:
+            return None
+    return min(max(1, math.ceil(wait_s)), MAX_RETRY_S)

@@ -173,15 +173,29 @@ async def test_a_refusal_reaches_the_client_in_its_protocol_and_costs_nothing(up
         assert 4 * len(REFUSALS) == len(charges(service))
 
 
+FIELD = {"type": "missing", "loc": ["body", "messages"], "msg": "Field required"}
+REASONS: dict[bytes, str] = {  # of FastAPI, Mistral, Gemini, a proxy, and one that repeats the body
+    orjson.dumps({"detail": [FIELD]}): "body.messages: Field required",
+    orjson.dumps(
+        {"object": "error", "message": {"detail": [FIELD]}}
+    ): "body.messages: Field required",
+    orjson.dumps([{"error": {"code": 400, "message": "bad key"}}]): "bad key",
+    b"<html>": "it gave no reason",
+    orjson.dumps({"error": {"message": "x" * 200_000}}): "it gave no reason",
+}
+
+
 async def test_a_prompt_that_is_too_long_is_told_as_clients_know_it(up, at):
     said = "This model's maximum context length is 4000 tokens."
     up.status, up.refusal = 400, orjson.dumps({"error": {"message": said}})
-    async with at(up) as (_, client):
+    async with at(up) as (service, client):
         answer = await client.post(CHAT, json=body(CHAT))
         assert "context_length_exceeded" == answer.json()["error"]["code"]
-        up.refusal = b"<html>"
-        answer = await client.post(CHAT, json=body(CHAT))
-        assert (400, "invalid_value") == (answer.status_code, answer.json()["error"]["code"])
+        for up.refusal, words in REASONS.items():
+            answer = await client.post(CHAT, json=body(CHAT))
+            assert (400, "invalid_value") == refusal(answer)
+            assert answer.json()["error"]["message"].endswith(f": {words}"), words
+        assert sites(service)[0].is_up
 
 
 async def test_another_site_is_tried_once_before_the_first_byte(up, at):
@@ -248,8 +262,8 @@ async def test_a_site_that_comes_later_is_used_once_it_is_what_the_others_are(
                 async with asyncio.timeout(30):
                     while not other.num_looks:
                         await asyncio.sleep(0.02)
-                assert 200 == (await client.post(CHAT, json=body(CHAT))).status_code
                 other.lists = 401
+                assert 200 == (await client.post(CHAT, json=body(CHAT))).status_code
                 await until_engines(client, {other.url: "is refused; the log says why"})
                 up.status = 429
                 told = refusal(await client.post(CHAT, json=body(CHAT)))
@@ -299,6 +313,26 @@ async def test_what_is_no_answer_is_an_error_without_its_words(up, at, monkeypat
         up.whole[CHAT] = joined(stream_of(CHAT))
         assert (502, "engine_fault") == refusal(await client.post(CHAT, json=body(CHAT)))
         assert all(usage_of(entry).get("output", 0) <= 1 for entry in charges(service))
+
+
+async def test_a_stream_that_ends_before_it_begins_is_none_and_costs_nothing(up, at):
+    async with at(up) as (service, client):
+        for said in ([], [event({"detail": "x"})], STREAMS[CHAT][0]):
+            up.script[CHAT] = [*said, DONE]
+            answer = await client.post(CHAT, json=body(CHAT, stream=True))
+            assert "engine_fault" in answer.text
+            assert {} == usage_of(charges(service)[-1])
+
+
+async def test_what_is_cut_off_after_an_answer_and_its_usage_is_missed_by_nobody(up, at):
+    async with at(up) as (service, client):
+        for path in (CHAT, COMPLETIONS, MESSAGES):
+            *events, done = stream_of(path)
+            up.script[path] = [*events, done[:-5]]
+            asked = body(path, stream=True, stream_options={"include_usage": True})
+            answer = await client.post(path, json=asked)
+            assert joined(events) == answer.content
+            assert ALL == usage_of(charges(service)[-1])
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -415,14 +449,14 @@ async def test_a_client_that_leaves_while_its_refusal_is_read_pays_nothing(
     up, at, monkeypatch, stream, status
 ):
     """The endpoint has computed nothing, whatever it would have said. Its connection is closed."""
-    reading, whole = asyncio.Event(), HttpAnswer.whole
+    reading, beginning = asyncio.Event(), HttpAnswer.beginning
 
-    async def read(answer, most_bytes=None):
+    async def read(answer):
         reading.set()
-        return await whole(answer, most_bytes)
+        return await beginning(answer)
 
     async with at(up) as (service, client):
-        monkeypatch.setattr(HttpAnswer, "whole", read)
+        monkeypatch.setattr(HttpAnswer, "beginning", read)
         up.status, up.refusal = status, [b'{"error": ', WAIT, *[b" "] * 50_000]
         app = client._transport.app
         visit = Visit(app, CHAT, body(CHAT, stream=stream), host="localhost").start()

@@ -2,8 +2,10 @@
 
 import asyncio
 import gzip
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from email.utils import formatdate
 from pathlib import Path
 
 import pytest
@@ -80,7 +82,7 @@ BOUNDS: dict[str, tuple[Call, Peer, str]] = {
     "a line": (events, Peer(STREAM + b"data: {", endless=b"x" * 5000), "too long"),
     "an answer that comes whole": (ask, Peer(HEAD + b"\r\n", endless=b"x" * 5000), "too long"),
     "an event that comes whole": (events, Peer(HEAD + b"\r\n", endless=b"x" * 5000), "too long"),
-    "an error": (events, Peer(b"HTTP/1.1 500 No\r\n\r\n", endless=b"x" * 5000), "too long"),
+    "an error": (events, Peer(b"HTTP/1.1 500 No\r\n\r\n", endless=b"x" * 5000), "answered 500"),
     "a header": (ask, Peer(HEAD + b"a: ", endless=b"x" * 5000), "broke off"),
     "headers": (ask, Peer(HEAD, endless=b"a: b\r\n" * 100), "broke off"),
     "a status line": (ask, Peer(b"HTTP/1.1 200 ", endless=b"x" * 5000), "broke off"),
@@ -130,12 +132,34 @@ async def test_an_answer_that_is_cut_off_or_is_none_is_a_fault(answer, told):
 
 async def test_a_key_is_not_logged_with_an_answer_that_is_no_http(caplog):
     """aiohttp shows the request's headers in some of its errors."""
-    async with talking(Peer(b"sk-secret is no HTTP\r\n\r\n")) as http:
-        asking = EngineHttp(http.url, "sk-secret")
-        with pytest.raises(RemoteFault):
-            await ask(asking)
-        await asking.close()
-    assert "failed" in caplog.text and "secret" not in caplog.text
+    at_the_cut = b"HTTP/1.1 500 No\r\n\r\n" + b"x" * 493 + b"sk-secret"
+    for said in (b"sk-secret is no HTTP\r\n\r\n", at_the_cut, STREAM + b"data: " + at_the_cut[19:]):
+        async with talking(Peer(said)) as http:
+            asking = EngineHttp(http.url, "sk-secret")
+            with pytest.raises(RemoteFault):
+                await events(asking)
+            await asking.close()
+    assert "failed" in caplog.text and "sk-" not in caplog.text
+
+
+async def test_a_wait_may_be_told_in_seconds_or_as_a_date():
+    now = time.time()
+    dates = [formatdate(now + wait, usegmt=True) for wait in (3600, -9)]
+    said = {
+        "7": 7,
+        "0": 1,
+        "9999999999": 60,
+        dates[0]: 60,
+        dates[1]: 1,
+        "soon": None,
+        "\u00b2": None,
+    }
+    for told, expected in said.items():
+        busy = f"HTTP/1.1 429 Busy\r\nretry-after: {told}\r\n\r\n{{}}"
+        async with talking(Peer(busy.encode())) as http:
+            with pytest.raises(RemoteFault) as found:
+                await events(http)
+        assert expected == found.value.retry_after_s, told
 
 
 async def test_an_engine_that_is_not_there_cannot_be_reached(tmp_path):
