@@ -81,15 +81,15 @@ class RunningAnswer:
         if report is not None and report.admitted_ns:
             self._fix(len(self.request.tokens), report.local, report.hits, report.stop)
 
-    def count(self, num_cached: int | None) -> None:
-        """The first sequence is over. The engine says that `num_cached` tokens of the prompt were
-        cached, or nothing that can be believed."""
+    def count(self, hits: Mapping[str, int] | None) -> None:
+        """The first sequence is over. The engine says how many tokens of the prompt were cached,
+        by tier, or nothing that can be believed."""
         if self.is_counted or not self.has_begun:
             return
-        if num_cached is None:
+        if hits is None:
             self._unreported()
         else:
-            self._fix(len(self.request.tokens), num_cached, {})
+            self._fix(len(self.request.tokens), hits.get(TierName.DEVICE, 0), hits)
 
     def cut_short(self, report: Report | None, *, unreported: bool = False) -> None:
         """The request ended during its prompt. Tokens that a report tells served or computed

@@ -5,12 +5,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 from typing import Protocol as TypingProtocol
 
 from engine.request import FinishReason, Request, TokenLogprob
 from engine.scheduling.group import seed_of
+from tiers.tier import TierName
 
+TIERS = "tiers"  # of the cached tokens in a usage, for an engine that tells them apart
 _MAX_SEED = (1 << 63) - 1  # seeds are signed there; -1 means no seed
 _FINISHES: Mapping[str, FinishReason] = {
     "stop": FinishReason.STOP,
@@ -94,11 +96,20 @@ def finish_of(reason: str | None) -> FinishReason | None:
     return None if reason is None else _FINISHES.get(reason, FinishReason.ERROR)
 
 
-def cached_of(usage: Mapping[str, Any] | None, num_prompt: int) -> int | None:
-    """How many of a prompt's tokens were cached. None if the usage does not say, or contradicts
-    itself or the prompt: then nothing is guessed."""
-    if usage is None or usage.get("prompt_tokens") != num_prompt:
+def cached_of(usage: object, num_prompt: int) -> Mapping[str, int] | None:
+    """How many of a prompt's tokens were cached, by tier. None if the usage does not say, or
+    contradicts itself or the prompt: then nothing is guessed."""
+    if not isinstance(usage, Mapping) or usage.get("prompt_tokens") != num_prompt:
         return None
-    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
-    known = isinstance(cached, int) and not isinstance(cached, bool) and 0 <= cached <= num_prompt
-    return cached if known else None
+    details = usage.get("prompt_tokens_details")
+    if not isinstance(details, Mapping):
+        return None
+    cached, tiers = details.get("cached_tokens"), details.get(TIERS) or {}
+    if not _is_count(cached) or cached > num_prompt:
+        return None
+    is_split = all(map(_is_count, tiers.values())) and sum(tiers.values()) == cached
+    return tiers if is_split else {TierName.DEVICE: cached}
+
+
+def _is_count(value: object) -> TypeGuard[int]:
+    return type(value) is int and value >= 0

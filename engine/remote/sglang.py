@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from engine.errors import InvalidParameter
-from engine.remote.protocol import SequenceAsk, Told, finish_of
+from engine.remote.protocol import TIERS, SequenceAsk, Told, finish_of
 from engine.request import Request, SamplingParams, TokenLogprob
+from tiers.tier import TierName
 
 _SAME_NAME = (
     *("temperature", "top_p", "min_p", "ignore_eos"),
@@ -67,6 +68,10 @@ class SGLang:
 
     def told(self, event: Mapping[str, Any], ask: SequenceAsk, num_tokens: int) -> Told:
         about = event["meta_info"]
+        cached: dict[str, Any] = {"cached_tokens": about.get("cached_tokens")}
+        if isinstance(tiers := about.get("cached_tokens_details"), Mapping):
+            below = {TierName.HOST: tiers.get("host"), TierName.DISK: tiers.get("storage", 0)}
+            cached |= {TIERS: {TierName.DEVICE: tiers.get("device"), **below}}
         ended = about["finish_reason"] or {}
         num_new = about["completion_tokens"] - num_tokens
         tokens = tuple(event["output_ids"][-num_new:]) if num_new else ()
@@ -77,10 +82,7 @@ class SGLang:
             finish_of(ended.get("type")),
             isinstance(ended.get("matched"), str),
             _logprobs(about, num_new, ask.request.params),
-            usage={
-                "prompt_tokens": about["prompt_tokens"],
-                "prompt_tokens_details": {"cached_tokens": about.get("cached_tokens")},
-            },
+            usage={"prompt_tokens": about["prompt_tokens"], "prompt_tokens_details": cached},
         )
 
 

@@ -5,6 +5,7 @@ The engine is a stand-in that speaks real HTTP, as vLLM 0.32 and SGLang's docume
 
 import socket
 from pathlib import Path
+from typing import Any
 
 import anyio
 import orjson
@@ -390,11 +391,12 @@ async def test_a_vllm_that_was_started_for_token_ids_is_asked_by_that_route(prob
 async def test_sglang_tells_its_hits_with_each_event(probe, at):
     """Also where its events repeat the tokens before."""
     with served(RemoteEngineServer(sglang_about(probe, "tiny"), "/generate")) as engine:
-        prompt = {"prompt_tokens": 40}
+        prompt: dict[str, Any] = {"prompt_tokens": 40}
+        end = {"type": "length", "length": 3}
         engine.script = [
             sglang_chunk([72], 1, **prompt),
             sglang_chunk([72, 105], 2, **prompt),
-            sglang_chunk([72, 105, 33], 3, {"type": "length", "length": 3}, **prompt),
+            sglang_chunk([72, 105, 33], 3, end, **prompt),
             DONE,
         ]
         async with at(engine) as (service, client):
@@ -408,6 +410,13 @@ async def test_sglang_tells_its_hits_with_each_event(probe, at):
             for name, value in {"seed": 5, "structured_outputs": {"regex": "a"}}.items():
                 refused = await client.post("/v1/completions", json=body(**{name: value}))
                 assert (400, name) == (refused.status_code, refused.json()["error"]["param"])
+            tiers = {"device": 4, "host": 2, "storage": 10, "storage_backend": "file"}
+            for told in (tiers, tiers | {"storage": 11}, tiers | {"host": None}):
+                more = prompt | {"cached_tokens_details": told}
+                engine.script = [sglang_chunk([72, 105, 33], 3, end, **more), DONE]
+                await client.post("/v1/completions", json=body())
+            by_tier = {"hit_device": 4, "hit_host": 2, "hit_disk": 10}
+            assert [usage | by_tier, usage, usage] == charges(service)[1:]
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ def request(num_tokens: int, *, n: int = 1, **more: Any) -> Request:
 def admitted(num_tokens: int, report: RequestReport | None, num_cached: int) -> RunningAnswer:
     answer = RunningAnswer(request(num_tokens), SIZE, now_ns=10)
     answer.begin(report, now_ns=20)
-    answer.count(num_cached)
+    answer.count({TierName.DEVICE: num_cached})
     return answer
 
 
@@ -87,7 +87,7 @@ def test_until_the_engine_tells_all_counts_as_computed_and_no_reason_is_told():
     first = answer.output(0, 3, Told((7,)))
     assert (64, 0) == (first.counts.prompt, first.counts.hit)
     assert (None, {}) == (first.lookup, first.miss_reasons)
-    answer.count(48)
+    answer.count({TierName.DEVICE: 48})
     last = answer.output(0, 4, Told((8,), finish=FinishReason.STOP))
     assert (48, {MissReason.TAIL: 16}) == (last.counts.hit, last.miss_reasons)
     assert last.lookup is not None
