@@ -12,7 +12,7 @@ from pathlib import PurePath
 from typing import Any, NamedTuple, TypeVar
 from typing import Protocol as TypingProtocol
 
-from engine.errors import AdapterError, EngineAway, ModelError, RemoteAway, RemoteFault
+from engine.errors import AdapterError, EngineAway, ModelError, RemoteAway, RemoteBusy, RemoteFault
 from engine.remote.client import EngineHttp
 from engine.remote.metrics import labels_in
 from engine.remote.protocol import Protocol
@@ -74,7 +74,7 @@ async def find(url: str, meant: Meant, key: str = "") -> Remote:
     try:
         remote = await _found(http, meant)
     except RemoteFault as fault:
-        raise EngineAway(f"the engine at {url} cannot be used: {fault}") from None
+        raise EngineAway(f"the engine at {url} cannot be used: {fault}") from fault
     finally:
         await http.close()
     logger.info(
@@ -130,7 +130,8 @@ async def _ask(http: EngineHttp, method: str, path: str, body: Any = None) -> tu
     """An engine's own answer: one of a proxy, or that it is busy, tells nothing of it."""
     status, answer = await http.ask(method, path, body)
     if status == 429 or status in OF_A_PROXY:
-        raise RemoteAway(f"{method} {path} gives {status}")
+        kind = RemoteBusy if status == 429 else RemoteAway
+        raise kind(f"{method} {path} gives {status}")
     return status, answer
 
 

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from engine.errors import (
     AdapterError,
@@ -89,8 +89,8 @@ class Upstream:
 
     def use(self) -> EngineUse:
         tokens = self._prompt_tokens, self._hit_tokens
-        use = EngineUse(self.http.url, self.is_up, self.num_in_flight, *tokens, self._errors)
-        return replace(use, is_refused=bool(self._refused))
+        counts = self.num_in_flight, *tokens, self._errors
+        return EngineUse(self.http.url, self.is_up, *counts, is_refused=bool(self._refused))
 
     def allows(self, request: Request | None) -> bool:
         """Whether to ask it now for this request, which those took that had been found then."""
@@ -173,7 +173,8 @@ class Upstream:
                 is_silent = isinstance(error, EngineAway)
                 # Without one adapter it still serves the others.
                 self._is_away |= not (is_silent or isinstance(error, AdapterError))
-                if self._is_away or is_silent:
+                is_busy = isinstance(error.__cause__, RemoteBusy)  # it answers, if not this
+                if (self._is_away or is_silent) and not is_busy:
                     self._missed()
                 refused = str(error) if self._is_away and not is_silent else ""
                 if refused and refused != self._refused:

@@ -25,7 +25,7 @@ from engine.settings import EngineSettings
 from tests.support.requests import request
 from tiers.blocks.contents import Content
 from tiers.errors import MissReason
-from tiers.remote.breaker import Breaker
+from tiers.remote.breaker import FAILURES, Breaker
 
 WAIT_S = 30.0
 Event = dict[str, Any]
@@ -207,21 +207,26 @@ def test_an_engine_is_asked_nothing_until_it_is_found_whatever_answers_before(mo
     assert "is not understood, nor used" in caplog.text
 
 
-@pytest.mark.parametrize("found", [errors.EngineAway("x"), errors.AdapterError("x")])
+@pytest.mark.parametrize("found", [errors.EngineAway("x"), errors.AdapterError("x"), None])
 def test_an_engine_that_denies_a_request_stays_while_it_may_serve_others(monkeypatch, found):
-    """Its tenant alone may lack something there. See also the tests of the relay."""
+    """Its tenant alone may lack something there. See also the tests of the relay. One that is busy
+    when it is asked about that is none that fails."""
     monkeypatch.setattr(upstreams, "JOIN_S", 0.0)
     looks = []
 
     async def find():
         looks.append(engine.is_up)
-        raise found
+        if found:
+            raise found
+        raise errors.EngineAway("x") from errors.RemoteBusy("x")
 
     engine = Upstream(cast(Any, Http(two_tokens)), find=find)
-    for _ in range(4):
-        engine.failed(errors.RemoteDenied("another key"))
-    asyncio.run(engine.join())
-    assert [True] == looks and engine.is_up
+    num_looks = 1 if found else 2 * FAILURES
+    for _ in range(num_looks):
+        for _ in range(4):
+            engine.failed(errors.RemoteDenied("another key"))
+        asyncio.run(engine.join())
+    assert [True] * num_looks == looks and engine.is_up
 
 
 @pytest.mark.parametrize("house", [for_ever], indirect=True)

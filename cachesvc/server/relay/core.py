@@ -20,7 +20,7 @@ from cachesvc.config.errors import ConfigError
 from cachesvc.config.settings import Settings
 from cachesvc.server.backend import CoreElsewhere, NoBlocks, cache_stats
 from cachesvc.server.vllm.arguments import asked_context
-from engine.errors import EngineAway, ModelError, RemoteAway, RemoteFault
+from engine.errors import EngineAway, ModelError, RemoteAway, RemoteBusy, RemoteFault
 from engine.openmp import run_apart
 from engine.promise import Equal, Promise
 from engine.remote.client import EngineHttp
@@ -238,9 +238,10 @@ async def _found(key: str, name: str, url: str) -> _Found:
         async with http.request("GET", "/v1/models", headers=headers) as said:
             status, data = said.status, await said.whole()
         if status == 429 or status >= 500:
-            raise RemoteAway(f"GET /v1/models gives {status}")
+            kind = RemoteBusy if status == 429 else RemoteAway
+            raise kind(f"GET /v1/models gives {status}")
     except RemoteFault as fault:
-        raise EngineAway(f"the endpoint at {url} cannot be used: {fault}") from None
+        raise EngineAway(f"the endpoint at {url} cannot be used: {fault}") from fault
     finally:
         await http.close()
     return _picked(url, status, data, name)
