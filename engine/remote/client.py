@@ -170,12 +170,15 @@ class EngineHttp:
     """The engine at `url`: http://10.0.0.5:8000, https://..., or unix:/run/vllm.sock. All calls
     raise RemoteFault. `close` ends what is in flight."""
 
-    def __init__(self, url: str, key: str = "", whole_s: float | None = None) -> None:
-        """`key` goes with each request as a bearer token. A request takes `whole_s` at most."""
+    def __init__(
+        self, url: str, key: str = "", whole_s: float | None = None, *, cut: str = ""
+    ) -> None:
+        """`key` goes with each request as a bearer token. A request takes `whole_s` at most. Paths
+        lose their beginning `cut`."""
         parts = urlsplit(url)
         self.url = url
         self._key = key
-        self._whole_s = whole_s
+        self._whole_s, self._cut = whole_s, cut
         self._socket = parts.path if parts.scheme == "unix" else None
         self._base = "http://localhost" if self._socket else url.rstrip("/")
         self._session: aiohttp.ClientSession | None = None
@@ -207,7 +210,7 @@ class EngineHttp:
         with asked.faults():
             response = await self._opened().request(
                 method,
-                f"{self._base}{path}",
+                self._base + path.removeprefix(self._cut),
                 data=None if body is None else io.BytesIO(body),
                 headers={"content-type": "application/json", **(headers or {})},
                 allow_redirects=False,

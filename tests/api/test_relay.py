@@ -1,6 +1,7 @@
 """A server before an endpoint of its clients' own protocol: what passes, and what it costs."""
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -50,6 +51,16 @@ async def test_an_answer_passes_byte_for_byte_and_costs_the_same_streamed(up, tm
         first, second = charges(service)
         assert first.amount == second.amount != 0
         assert path == up.asked[-1][0]
+
+
+@pytest.mark.parametrize("root", ["/v1", "/openai/v1/", "/v1beta/openai", "/api/paas/v4"])
+async def test_a_url_may_have_the_version_as_openais_clients_take_it(up, tmp_path, root):
+    up.root = root.rstrip("/")
+    async with relaying(tmp_path, SimpleNamespace(url=up.url + root)) as (service, client):
+        assert CONTEXT == service.core.engine.max_tokens, "its models were listed"
+        for path in PATHS:
+            assert 200 == (await client.post(path, json=body(path))).status_code
+        assert [ALL] * len(PATHS) == usages(service)
 
 
 async def test_a_header_tells_what_fireworks_had_cached(up, tmp_path):

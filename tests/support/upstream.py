@@ -23,6 +23,7 @@ class UpstreamServer(StandIn):
         super().__init__(_Handler)
         self.cards: list[dict[str, Any]] = [{"id": name, "max_model_len": 4000, **card}]
         self.status, self.headers = 200, dict[str, str]()
+        self.root = "/v1"  # before the paths of a protocol
         self.lists = 200  # the status of its list of models
         self.num_looks = 0  # at that list
         self.refusal: bytes | Script = b"{}"
@@ -37,10 +38,12 @@ class _Handler(Handler):
     def do_GET(self) -> None:
         found = {"object": "list", "data": self.server.cards}
         self.server.num_looks += 1
-        self.say_json(found, self.server.lists if self.path == "/v1/models" else 404)
+        is_list = self.path == f"{self.server.root}/models"
+        self.say_json(found, self.server.lists if is_list else 404)
 
     def do_POST(self) -> None:
         server, body = self.server, self.read_json()
+        self.path = "/v1" + self.path.removeprefix(server.root)
         sent = {name.lower(): value for name, value in self.headers.items()}
         server.asked.append((self.path, sent, body))
         headers = {"x-inside": "rack 7", "set-cookie": "a=b", **server.headers}

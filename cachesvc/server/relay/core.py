@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import math
+import re
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -174,9 +175,7 @@ def build(settings: Settings, on_outputs: Callable[[Sequence[StepOutput]], None]
             raise ModelError(f"the endpoint at {url} {told}")
 
     sites = [
-        Upstream(
-            EngineHttp(url, key, engine.max_time), find=partial(join, url), is_found=one is not None
-        )
+        Upstream(_http(url, key, engine.max_time), find=partial(join, url), is_found=bool(one))
         for url, one in zip(engine.urls, sought, strict=True)
     ]
     relay = RelayEngine(on_outputs, sites, max_context)
@@ -201,7 +200,7 @@ def absent(
     """Takes the place of a model's engine of which nothing is known, as none of its URLs answers.
     Once `find` has found what answers there, and raises nothing, its `watch` ends."""
     model = settings.model
-    sites = [Upstream(EngineHttp(url), find=find, is_found=False) for url in settings.engine.urls]
+    sites = [Upstream(_http(url), find=find, is_found=False) for url in settings.engine.urls]
     core = _core(RelayEngine(on_outputs, sites, 0), model.client_name)
     adapters = dict.fromkeys(model.adapters, b"")
     return replace(core, adapters=adapters, is_absent=True, watch=sites[0].join)
@@ -221,6 +220,11 @@ def _core(relay: RelayEngine, weights: str) -> CoreElsewhere:
     )
 
 
+def _http(url: str, key: str = "", whole_s: float | None = None) -> EngineHttp:
+    """HTTP to an endpoint. A URL may have the version, as OpenAI's clients take it."""
+    return EngineHttp(url, key, whole_s, cut="/v1" if re.search(r"//.+/v\d", url) else "")
+
+
 @dataclass(frozen=True, slots=True)
 class _Found:
     model: str
@@ -231,7 +235,7 @@ class _Found:
 
 async def _found(key: str, name: str, url: str) -> _Found:
     """The endpoint's model of this name, or the only one that it has."""
-    http = EngineHttp(url, key, FIND_S)
+    http = _http(url, key, FIND_S)
     headers = {"anthropic-version": VERSION}  # for an endpoint that is Anthropic's
     headers |= {"x-api-key": key} if key else {}
     try:
