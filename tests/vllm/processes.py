@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 
 from engine.remote.metrics import counters_in
-from tests.patience import PATIENCE_S, free_port, until_ready
+from tests.patience import PATIENCE_S, free_port, until, until_ready
 from tiers.node.client import NodeClient
 
 ROOT = Path(__file__).parents[2]
@@ -224,11 +224,7 @@ class RunningNode:
             ],
             cwd=ROOT,
         )
-        for _ in range(600):
-            if self.socket.exists():
-                return
-            time.sleep(0.1)
-        raise AssertionError("the node did not start")
+        until(self.socket.exists)
 
     @property
     def pid(self):

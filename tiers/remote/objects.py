@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from itertools import islice
 from typing import Any, Protocol
 from urllib.parse import parse_qs, unquote, urlsplit, urlunsplit
 
@@ -20,6 +21,8 @@ from tiers.errors import ConfigurationError, TierError
 from tiers.remote.breaker import Breaker
 
 DELETE_AT_ONCE = 512
+PIECE_BYTES = 512 << 10  # of a value in Redis, answered at once; see `_RedisObjects._read`
+PIECES_AHEAD = 2
 S3_CONNECTIONS = 16  # an object of a bucket arrives at some 100 MB/s, after some 20 ms
 S3_PIECE_BYTES = 1 << 20  # of an object that arrives, copied at once
 
@@ -132,45 +135,51 @@ class _RedisObjects:
         return answers
 
     def _read(self, client: Any, names: Sequence[str], take: Take) -> None:
-        """The next value is requested when one is here, so that it arrives while that is taken. A
-        request earlier, the server would need fresh memory for a second answer."""
+        """Piece by piece, of which the next are requested while one arrives: a server answers each
+        in memory that it has, and would need fresh memory for two whole values at once."""
+        sizes = self._pipe(client, [("STRLEN", name) for name in names])
+        pieces = [
+            (number, begin, min(begin + PIECE_BYTES, size))
+            for number, size in enumerate(sizes)
+            for begin in range(0, size, PIECE_BYTES)
+        ]
         pool, link = client.connection_pool, client.connection_pool.get_connection()
-        num_left = len(names)
+        ahead, num_bytes = iter(pieces), 0
+
+        def request(count: int) -> None:
+            for number, begin, end in islice(ahead, count):
+                link.send_command("GETRANGE", names[number], begin, end - 1)
+
         try:
             with link._sock.makefile("rb") as replies:
-                link.send_command("GET", names[0])
-                for number in range(len(names)):
-                    value = self._value(replies)
-                    num_left -= 1
-                    if num_left:
-                        link.send_command("GET", names[number + 1])
-                    if value is not None:
-                        take(number, value)
+                request(PIECES_AHEAD)
+                for number, begin, end in pieces:
+                    room = self._memory.take(sizes[number] + 2)
+                    num_bytes += self._piece(replies, room[begin : end + 2])
+                    request(1)
+                    if end == sizes[number]:
+                        if num_bytes == end:  # else it was removed meanwhile
+                            take(number, room[:end])
+                        num_bytes = 0
+        except BaseException:
+            link.disconnect()  # what may still arrive would answer another's command
+            raise
         finally:
-            if num_left:
-                link.disconnect()  # what may still arrive would answer another's command
             pool.release(link)
 
-    def _value(self, replies: Any) -> memoryview | None:
+    def _piece(self, replies: Any, room: memoryview) -> int:
+        """Reads an answer and its end into `room`. Returns the bytes of the answer."""
         head: bytes = replies.readline()
-        if head in (b"$-1\r\n", b"_\r\n"):
-            return None
-        if head.startswith((b"-MOVED", b"-ASK")):
-            raise self._moved(head.decode().strip().partition(" ")[2])
         if not (head.startswith(b"$") and head[1:].rstrip().isdigit()):
-            raise ConnectionError(f"the answer to GET is {head[:80]!r}")
-        nbytes = int(head[1:])
-        room = self._memory.take(nbytes + 2)[: nbytes + 2]
-        if replies.readinto(room) != len(room):
+            raise ConnectionError(f"the answer to GETRANGE is {head[:80]!r}")
+        room = room[: int(head[1:]) + 2]
+        if replies.readinto(room) != int(head[1:]) + 2:
             raise ConnectionError("the connection ended within a value")
-        return room[:nbytes]
+        return len(room) - 2
 
 
-class _Memory(threading.local):
+class _Memory(threading.local, PageBuffer):
     """A thread's memory for one value."""
-
-    def __init__(self) -> None:
-        self.take = PageBuffer().take
 
 
 class _ClusterObjects(_RedisObjects):

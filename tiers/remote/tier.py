@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import islice
 from queue import Empty, Full, Queue
 from typing import TypeVar
 
@@ -257,20 +258,12 @@ class RemoteTier:
 
     def purge(self, roots: Collection[PrefixKey]) -> Removed:
         """Delete every block of these scopes. They are already gone from the disk."""
-        with self._publishing:
-            return self._purge(roots)
-
-    def _purge(self, roots: Collection[PrefixKey]) -> Removed:
         num_blocks = 0
-        for root in roots:
-            names: list[str] = []
-            for name in self._objects.names(f"{NAMESPACE}/{root.hex()}/"):
-                names.append(name)
-                if len(names) == DELETE_AT_ONCE:
-                    num_blocks += self._objects.delete(names)
-                    names = []
-            if names:
-                num_blocks += self._objects.delete(names)
+        with self._publishing:
+            for root in roots:
+                names = self._objects.names(f"{NAMESPACE}/{root.hex()}/")
+                while some := list(islice(names, DELETE_AT_ONCE)):
+                    num_blocks += self._objects.delete(some)
         return Removed(num_blocks, 0, num_blocks * self._block_bytes)
 
     def count(self, roots: Collection[PrefixKey]) -> int:
