@@ -64,7 +64,7 @@ async def deliver(
     publish, parts = None, wire.inference.engine_of(job.model)
     if extension.publish:
         publish = check_publishable(job, parts.publish)
-    key, body = arrival.names.idempotency_key, (request.url.path, arrival.raw)
+    key, body = arrival.names.idempotency_key, (request.scope["path"], arrival.raw)
     claimed = await claim(wire.books.replays, key, body, principal, job)
     if isinstance(claimed, FirstAnswer):
         log.add(replay_of=claimed.request_id)
@@ -97,13 +97,12 @@ async def deliver(
         held.callback(generation.close)
         generation.submit()
         ending.begin(generation, held)
-    asked = asked_for(request, extension)
     delivery = Delivery(
         generation=generation,
         charge=charge,
         wire=wire_format,
         stream=job.stream,
-        asked=asked,
+        asked=asked_for(request, extension),
         headers=permit.headers,
         write_timeout_s=wire.settings.write_timeout_s,
         keepalive_s=wire.settings.keepalive_s,
@@ -137,7 +136,7 @@ class _Ending:
             job,
             principal,
             client_id=log.facts.get("client_request_id") or "",
-            route=request.url.path,
+            route=request.scope["path"],
             trace_parent=request.headers.get("traceparent", "")[:256],
         )
         self._usage = EMPTY

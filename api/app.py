@@ -15,7 +15,7 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from api.access.body_bound import BodyBound
 from api.access.cors import PublicCors
@@ -49,6 +49,7 @@ from engine.errors import EngineError
 from tiers.errors import TierError
 
 GENERATING = (chat, completions, messages, responses)  # most requests
+REFUSALS = (ApiError, EngineError, BillingError, TierError, HTTPException)
 BARE = {"request": Request, "return": Response}  # what the framework need do nothing for
 AREAS = (
     unserved,  # before the routes with a name in their path
@@ -89,16 +90,14 @@ def create_app(
     )
     app.state.wire = wire
     app.state.deliveries = set()
-    for area in AREAS:
-        app.include_router(area.router)
-    app.include_router(customer_page.router)
-    for router in routers:
+    for router in (*(area.router for area in AREAS), customer_page.router, *routers):
         app.include_router(router)
     later = [] if admin is None else [LaterAdmin(app, admin)]
-    app.router.routes[:0] = [*_direct_routes(), *later]
-    for kind in (ApiError, EngineError, BillingError, TierError, HTTPException):
+    app.router.routes[:0] = later
+    for kind in REFUSALS:
         app.add_exception_handler(kind, _answer)
     app.add_exception_handler(RequestValidationError, _refuse)
+    app.add_middleware(direct_routes)
     app.add_middleware(BodyBound, max_bytes=wire.settings.max_body_bytes)
     app.add_middleware(PageHeaders)
     app.add_middleware(RequestLogger, observe=wire.observe_http)
@@ -107,16 +106,28 @@ def create_app(
     return app
 
 
-def _direct_routes() -> list[Route]:
-    """The routes to answers once more, before all others and without the framework's reading of
-    parameters: they take the bare request. The search and the reading were a fifth of a short
-    request's time on the event loop (docs/measurements/compute.md, "A small cached request")."""
-    return [
-        Route(route.path, route.endpoint, methods=["POST"], include_in_schema=False)
+def direct_routes(app: ASGIApp) -> ASGIApp:
+    """The routes to answers once more, without the framework's search and reading of parameters:
+    they take the bare request. What they raise is answered as elsewhere."""
+    endpoints = {
+        ("POST", route.path): route.endpoint
         for area in GENERATING
         for route in area.router.routes
         if isinstance(route, APIRoute) and route.endpoint.__annotations__ == BARE
-    ]
+    }
+
+    async def direct(scope: Scope, receive: Receive, send: Send) -> None:
+        endpoint = endpoints.get((scope.get("method", ""), scope.get("path", "")))
+        if endpoint is None:
+            return await app(scope, receive, send)
+        request = Request(scope, receive, send)
+        try:
+            response: Response = await endpoint(request)
+        except REFUSALS as error:
+            response = await _answer(request, error)
+        return await response(scope, receive, send)
+
+    return direct
 
 
 @contextlib.asynccontextmanager
@@ -147,12 +158,11 @@ async def _answer(request: Request, error: Exception) -> Response:
     log: RequestLog = request.state.request_log
     log.add(error=type(error).__name__, param=answer.param)
     log_untold(log.request_id, error)
-    headers = dict(answer.headers)
     if (page := refusal_page(request, answer)) is not None:
         return page
     is_anthropic = request.url.path.startswith("/v1/messages")
     body = anthropic_error(answer) if is_anthropic else answer.body()
-    return Response(orjson.dumps(body), answer.status, headers, "application/json")
+    return Response(orjson.dumps(body), answer.status, dict(answer.headers), "application/json")
 
 
 async def _refuse(request: Request, error: Exception) -> Response:

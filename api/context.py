@@ -86,7 +86,7 @@ def request_context(arrival: Arrival, body: LabelledBody) -> RequestContext:
     """
     request, principal, names = arrival.request, arrival.principal, arrival.names
     key = names.idempotency_key
-    asked = f"{principal.tenant}\0{principal.key_id}\0{request.url.path}\0{key}\0".encode()
+    asked = f"{principal.tenant}\0{principal.key_id}\0{request.scope['path']}\0{key}\0".encode()
     retries = request.headers.get("x-stainless-retry-count", "")
     return RequestContext(
         project=principal.project,

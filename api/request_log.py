@@ -5,14 +5,14 @@ that a stream passes through without a copy.
 """
 
 import logging
+import secrets
 import time
-import uuid
 from collections.abc import Callable
-from typing import Any
 
 import orjson
 import structlog
 from starlette.requests import ClientDisconnect
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api.context import RequestLog
@@ -45,7 +45,6 @@ class RequestLogger:
         client_id = _client_id(scope)
         log.add(method=scope["method"], path=scope["path"], client_request_id=client_id)
         scope.setdefault("state", {})["request_log"] = log
-        shown_id = client_id or log.request_id
         status: int | None = None
 
         async def name(message: Message) -> None:
@@ -55,7 +54,7 @@ class RequestLogger:
                 ignored = ", ".join(log.facts.get("ignored_fields") or ()).encode()
                 message["headers"] = [
                     *message["headers"],
-                    (b"x-request-id", shown_id.encode()),
+                    (b"x-request-id", (client_id or log.request_id).encode()),
                     *([(b"x-cachesvc-ignored", ignored)] if ignored else ()),
                 ]
             await send(message)
@@ -69,7 +68,9 @@ class RequestLogger:
             log.add(error=type(error).__name__)
             if status is not None:
                 raise
-            await _send_unexpected(name, error)
+            answer = answer_to(error)
+            body = orjson.dumps(answer.body())
+            await Response(body, answer.status, None, "application/json")(scope, receive, name)
         finally:
             self._write(log, status)
 
@@ -90,21 +91,9 @@ class RequestLogger:
 
 def request_id() -> str:
     """A new id: 128 random bits as 32 hex digits. Ids are unique in the ledger."""
-    return uuid.uuid4().hex
+    return secrets.token_hex(16)
 
 
 def _client_id(scope: Scope) -> str | None:
-    for name, value in scope["headers"]:
-        if name == b"x-request-id":
-            text = value.decode("latin-1")
-            return text if FIT_NAME.fullmatch(text) else None
-    return None
-
-
-async def _send_unexpected(send: Any, error: Exception) -> None:
-    answer = answer_to(error)
-    headers = [(b"content-type", b"application/json")]
-    await send({"type": "http.response.start", "status": answer.status, "headers": headers})
-    await send(
-        {"type": "http.response.body", "body": orjson.dumps(answer.body()), "more_body": False}
-    )
+    sent: str = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
+    return sent if FIT_NAME.fullmatch(sent) else None

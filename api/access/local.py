@@ -8,6 +8,7 @@ address or localhost. Event loop only.
 
 import ipaddress
 from collections.abc import Collection
+from functools import lru_cache
 from urllib.parse import urlsplit
 
 from fastapi import Request
@@ -26,6 +27,7 @@ def check_local(request: Request, origins: Collection[str]) -> None:
         raise _refusal(f"comes from a page of {origin[:80]!r}")
 
 
+@lru_cache(16)  # clients use few
 def _name_in(url: str) -> str:
     """The host in a URL; empty if the URL cannot be parsed."""
     try:
@@ -34,6 +36,7 @@ def _name_in(url: str) -> str:
         return ""
 
 
+@lru_cache(16)
 def _is_address(name: str) -> bool:
     try:
         ipaddress.ip_address(name)

@@ -221,7 +221,7 @@ class Generation:
             self._fault,
             self._coverage.refusal if self._outcome is Outcome.BUDGET else None,
             lookups=tuple(part.lookup for part in parts if part.lookup is not None),
-            finishes=tuple(choice.finish for part in parts for choice in part.choices),
+            finishes=tuple(choice.finish for choice in self._choices),
             prompt_logprobs=tuple(part.prompt_logprobs for part in parts),
             transcripts=tuple(
                 Transcript("".join(texts), tuple(tokens)) for texts, tokens in self._said
@@ -242,8 +242,12 @@ class Generation:
         return all(part.over for part in self._parts.values())
 
     @property
+    def _choices(self) -> list[_Choice]:
+        return [choice for part in self._parts.values() for choice in part.choices]
+
+    @property
     def output_tokens(self) -> int:
-        return sum(choice.num_tokens for part in self._parts.values() for choice in part.choices)
+        return sum(choice.num_tokens for choice in self._choices)
 
     async def _read(self, outputs: Sequence[StepOutput]) -> list[Delta]:
         live = sum(
@@ -289,13 +293,7 @@ class Generation:
         """Ends every open choice, because the next token is not paid for."""
         if self._outcome is Outcome.FINISHED:
             self._outcome = Outcome.BUDGET
-        open_choices = [
-            choice
-            for part in self._parts.values()
-            for choice in part.choices
-            if choice.finish is None
-        ]
-        return [choice.cut(self._coverage.refusal) for choice in open_choices]
+        return [each.cut(self._coverage.refusal) for each in self._choices if each.finish is None]
 
     def _stop_choices(self) -> None:
         """Aborts in the engine the choices that ended here by a stop string or lack of money."""
@@ -317,7 +315,7 @@ class Generation:
         return Request(
             request_id=engine_id,
             tokens=job.prompts[number],
-            params=replace(job.params, stop=tuple(job.stop)),
+            params=replace(job.params, stop=job.stop) if job.stop else job.params,
             scope=job.scope,
             adapter=job.model.adapter,
             grammar=job.grammar,

@@ -46,8 +46,8 @@ async def completion_job(arrival: Arrival, body: CompletionBody) -> Job:
     wire, log, tenant = arrival.wire, arrival.log, arrival.principal.tenant
     log.add(ignored_fields=body.check(wire.settings.max_choices) or None)
     model = find_model(wire.inference.models, body.model)
-    encoding = (encode_prompt(wire, model, each, tenant=tenant) for each in body.prompts())
-    prompts = await asyncio.gather(*encoding)
+    encoding = [encode_prompt(wire, model, each, tenant=tenant) for each in body.prompts()]
+    prompts = [await encoding[0]] if len(encoding) == 1 else await asyncio.gather(*encoding)
     # What fits after every prompt. Without max_tokens: the default, or less if less fits.
     limit = model.room_for_answer(max(map(len, prompts)), body.max_tokens, prompt="prompt")
     if body.max_tokens is None:

@@ -89,7 +89,7 @@ class _HeadsJoined:
 
 
 class BoundedConnection(HttpToolsProtocol):
-    """Invariant: while a request arrives, a timer runs that ends the connection.
+    """Invariant: while the rest of a request is awaited, a timer runs that ends the connection.
 
     At the limit, a new connection closes those that have waited longest for a request, first those
     of an address with more than half of all. A connection whose request is being answered stays. If
@@ -112,6 +112,7 @@ class BoundedConnection(HttpToolsProtocol):
     _stuck: asyncio.TimerHandle | None = None
     _patience: asyncio.TimerHandle | None = None
     _in_head = True
+    _arrives = False  # a request has begun and not ended
     _framing = 0
     _progressed = False
     _body_bytes = 0
@@ -160,8 +161,7 @@ class BoundedConnection(HttpToolsProtocol):
         return bool(closed)
 
     def pause_writing(self) -> None:
-        """The client does not read. After WRITE_S it is cut off, because closing would wait for
-        it."""
+        """Cuts off a client that does not read within WRITE_S, as closing would wait for it."""
         super().pause_writing()
         self._end_stuck()
         self._stuck = self.loop.call_later(self.write_s, self.transport.abort)
@@ -182,8 +182,8 @@ class BoundedConnection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._in_head = True
-        self._wait_for(self.head_s)
+        self._in_head, self._arrives = True, True
+        self._wait_for(None)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Ignores trailers, which uvicorn would add to the already checked headers."""
@@ -194,7 +194,6 @@ class BoundedConnection(HttpToolsProtocol):
         self._in_head, self._progressed = False, True
         self._body_bytes, self._unread_bytes = 0, 0
         self._body_began_s = self.loop.time()
-        self._wait_for(self.body_s)
         super().on_headers_complete()
         if len(self.pipeline) > MAX_PIPELINED:
             self.transport.abort()
@@ -209,7 +208,7 @@ class BoundedConnection(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        self._progressed = True
+        self._progressed, self._arrives = True, False
         self._wait_for(None)
         super().on_message_complete()
 
@@ -219,8 +218,11 @@ class BoundedConnection(HttpToolsProtocol):
         self._framing = 0 if self._progressed else self._framing + len(part)
 
     def _renew_patience(self) -> None:
-        """Extends the timer after a byte of a body, unless the whole body is too slow."""
-        if self._in_head or self._patience is None:
+        """Starts the timer if more is to come. Extends it after a byte of a body, unless the whole
+        body is too slow."""
+        if self._in_head or not self._arrives:
+            if self._arrives and self._patience is None:
+                self._wait_for(self.head_s)
             return
         allowed_s = self.body_s + self._body_bytes / self.body_bytes_per_s
         left_s = self._body_began_s + allowed_s - self.loop.time()

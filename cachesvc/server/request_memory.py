@@ -43,10 +43,10 @@ class Remembered:
         return [record for (body,) in found if (record := _record(body, known)) is not None]
 
     def keep_record(self, record: RequestRecord) -> None:
-        kept = replace(record, prompts=())
+        kept = replace(record, prompts=()) if record.prompts else record
 
         def write(db: sqlite3.Connection) -> None:
-            body = zlib.compress(pickle.dumps(kept))
+            body = zlib.compress(pickle.dumps(kept), 1)
             added = db.execute("INSERT INTO records (body) VALUES (?)", (body,))
             oldest = (added.lastrowid or 0) - self._max_records
             db.execute("DELETE FROM records WHERE number <= ?", (oldest,))
