@@ -33,6 +33,7 @@ from tests.support.wire import fake_house
 CARD = '[card]\nname="c"\nversion="9"\nvalid_from=2020-01-01T00:00:00Z\ncurrency="CNY"\n'
 USD_CARD = CARD.replace("CNY", "USD") + (
     '[[model]]\nmatch="qwen*"\nhit=0.1\nhit_disk=0.25\nmiss=1\noutput=3\ncache_write=0.25\n'
+    "cache_write_1h=1\n"
 )
 MODEL = '[[model]]\nmatch="*"\nhit=0.2\nmiss=2\noutput=4\n'
 
@@ -158,6 +159,7 @@ def test_a_card_is_exported_as_litellms_price_map(tmp_path):
             "output_cost_per_token": 3e-6,
             "cache_read_input_token_cost": 2.5e-7,
             "cache_creation_input_token_cost": 1.25e-6,
+            "cache_creation_input_token_cost_above_1hr": 2e-6,
         }
     } == json.loads(export(card, "--model", "qwen3-8b").stdout)
     assert "no price for model 'gpt'" in export(card, "--model", "gpt").stderr

@@ -99,6 +99,7 @@ def _litellm(rates: Rates) -> dict[str, object]:
         "output_cost_per_token": rates.output,
         "cache_read_input_token_cost": max(rates.of(name) for name in HIT_CLASSES),
         "cache_creation_input_token_cost": rates.miss + rates.cache_write,
+        "cache_creation_input_token_cost_above_1hr": rates.miss + rates.cache_write_1h,
     }
     costs = {name: float(format_units(amount)) for name, amount in units.items()}
     return {"litellm_provider": "openai", "mode": "chat", **costs}
