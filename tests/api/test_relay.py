@@ -9,6 +9,7 @@ import pytest
 from billing.money import UNITS
 from billing.prices.cards import parse_card
 from cachesvc.config.errors import ConfigError
+from cachesvc.server.relay.core import _picked
 from engine.errors import ModelError
 from tests.api.relaying import ALL, charges, paying, relaying, unreported, usage_of, usages
 from tests.support.billing import card_text, priced
@@ -61,6 +62,11 @@ async def test_a_url_may_have_the_version_as_openais_clients_take_it(up, tmp_pat
         for path in PATHS:
             assert 200 == (await client.post(path, json=body(path))).status_code
         assert [ALL] * len(PATHS) == usages(service)
+
+
+def test_a_list_of_models_may_be_bare_and_tell_the_context_as_anthropic_does():
+    said = json.dumps([{"id": "up", "max_input_tokens": CONTEXT}]).encode()
+    assert CONTEXT == _picked("http://up", 200, said, "up").max_context
 
 
 async def test_a_header_tells_what_fireworks_had_cached(up, tmp_path):

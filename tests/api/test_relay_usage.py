@@ -270,16 +270,11 @@ def choice(finish: str | None = None, **more: Any) -> Said:
 
 # What was said, whether in Messages, and what it costs.
 RECORDED: Mapping[str, tuple[list[Said], bool, Usage]] = {
-    "vLLM's chat, cold": (
-        [usage(331, 4, **VLLM_NEW, completion_tokens_details=None)], False, COLD,
-    ),
+    "vLLM's chat, cold": ([usage(331, 4, **VLLM_NEW, completion_tokens_details=None)], False, COLD),
     "vLLM's Responses": ([VLLM_RESPONSE], False, HIT),
     "vLLM's Messages, streamed: its start counts all as input": (
         [
-            {
-                "type": "message_start",
-                "message": {"usage": {"input_tokens": 331, "output_tokens": 0}},
-            },
+            {"message": {"usage": {"input_tokens": 331, "output_tokens": 0}}},
             {"type": "message_delta", **VLLM_MESSAGE},
         ],
         True, HIT,
@@ -312,11 +307,7 @@ RECORDED: Mapping[str, tuple[list[Said], bool, Usage]] = {
     "llama.cpp's Responses, streamed, with timings beside": (
         [
             {"type": "response.created", "response": {"status": "in_progress"}},
-            {
-                "type": "response.completed",
-                "response": {"status": "completed", **LLAMA_RESPONSE},
-                **LLAMA_TIMES,
-            },
+            {"type": "response.completed", "response": LLAMA_RESPONSE, **LLAMA_TIMES},
         ],
         False, LLAMA_HIT,
     ),

@@ -236,8 +236,7 @@ class _Found:
 async def _found(key: str, name: str, url: str) -> _Found:
     """The endpoint's model of this name, or the only one that it has."""
     http = _http(url, key, FIND_S)
-    headers = {"anthropic-version": VERSION}  # for an endpoint that is Anthropic's
-    headers |= {"x-api-key": key} if key else {}
+    headers = {"anthropic-version": VERSION} | ({"x-api-key": key} if key else {})  # Anthropic's
     try:
         async with http.request("GET", "/v1/models", headers=headers) as said:
             status, data = said.status, await said.whole()
@@ -258,7 +257,7 @@ def _picked(url: str, status: int, said: bytes, name: str) -> _Found:
         answer = None
     if status in (401, 403):
         raise ModelError(f"the endpoint at {url} wants another engine.key")
-    data = answer.get("data") if isinstance(answer, dict) else None
+    data = answer.get("data") if isinstance(answer, dict) else answer  # Together's is a list
     cards = [each for each in data if isinstance(each, dict)] if isinstance(data, list) else []
     if status == 404:
         logger.warning(f"the endpoint at {url} lists no models; {name} is taken to be one")
@@ -273,7 +272,7 @@ def _picked(url: str, status: int, said: bytes, name: str) -> _Found:
             "of them with --model"
         )
     owner, meta = str(card.get("owned_by")), card.get("meta")  # llama-server's
-    lengths = [card.get(each) for each in _CONTEXTS]
+    lengths = [card.get(each) for each in (*_CONTEXTS, "max_input_tokens")]  # Anthropic's
     lengths += [meta.get("n_ctx")] if isinstance(meta, dict) else []
     length = next((each for each in lengths if type(each) is int and each > 0), 0)
     return _Found(card["id"], length, _SALTED.get(owner, frozenset()), owner == "llamacpp")
