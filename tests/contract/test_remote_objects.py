@@ -9,12 +9,11 @@ import threading
 
 import pytest
 
+from tests.crash.test_disk_damage import FRAMES, LAYOUT, blocks
 from tests.patience import until
 from tests.redis_server import redis_cluster, redis_server
 from tests.support.disks import publish_all
-from tests.support.faulty_storage import SCOPE, chain, fetched, put, take
-from tiers.blocks.frames import FrameArena
-from tiers.blocks.layout import BlockLayout
+from tests.support.faulty_storage import SCOPE, fetched, put
 from tiers.disk.open import open_disk
 from tiers.errors import MissReason
 from tiers.remote.objects import RemoteError, open_objects
@@ -25,9 +24,8 @@ from tiers.tier import Loaded, TierName
 
 pytestmark = pytest.mark.redis
 
-LAYOUT = BlockLayout.uniform(1, 16, 2, 16, "float32")
-FRAMES = take(FrameArena(LAYOUT, 9), 9)
 TIMEOUT_S = 10.0  # beside busy processes
+NO_BUCKET = "s3://b?endpoint=http://127.0.0.1:1&access_key_id=k&secret_access_key=k"
 
 
 def s3_server():
@@ -70,10 +68,6 @@ def read(store, names):
     found = dict.fromkeys(range(len(names)))
     store.read(names, lambda number, value: found.update({number: bytes(value)}))
     return [*found.values()]
-
-
-def blocks(seed):
-    return chain(8, block_size=LAYOUT.block_size, seed=seed)
 
 
 def store(tier, seed):
@@ -135,12 +129,13 @@ def test_a_value_that_is_refused_or_cut_short_is_an_error_and_the_next_call_is_a
 def test_a_slot_that_moved_is_found_again(tmp_path):
     """The first read asks the node that had it, and learns where it is now."""
     with redis_cluster(tmp_path) as (url, _):
-        store = open_objects(url, TIMEOUT_S)
+        store = open_objects(f"{url}/0?socket_timeout=7", TIMEOUT_S)
         store.put("name", b"old")
         client = store._client()
         slot, old = client.keyslot("name"), client.get_node_from_key("name")
         new = next(node for node in client.get_primaries() if node != old)
         links = {node: client.get_redis_connection(node) for node in client.get_primaries()}
+        assert 7 == links[new].connection_pool.connection_kwargs["socket_timeout"]
         links[old].delete("name")
         number = links[new].execute_command("CLUSTER", "MYID").decode()
         for node in (new, *links):
@@ -167,12 +162,14 @@ def test_two_servers_share_a_prefix(url, tmp_path):
     two.close()
 
 
-def test_a_store_that_is_not_there_is_a_miss(tmp_path):
-    """The first calls are misses within their time, later ones at once."""
-    tier = stacked(tmp_path, "redis://127.0.0.1:1/0", 0.2)
+@pytest.mark.parametrize("url", ["redis://127.0.0.1:1/0", "redis+cluster://127.0.0.1:1", NO_BUCKET])
+def test_a_store_that_is_not_there_is_a_miss(tmp_path, url):
+    """The first calls are misses within their time, later ones at once. What the disk has, hits."""
+    tier = stacked(tmp_path, url, 0.2)
+    assert put(tier.disk, blocks(1)[:3], FRAMES) == []
     for _ in range(5):
-        assert tier.probe(blocks(1)) == 0
-        assert load(tier, 1) == Loaded(0, MissReason.IO_ERROR)
+        assert tier.probe(blocks(1)) == 3
+        assert load(tier, 1) == Loaded(3, MissReason.IO_ERROR, (TierName.DISK,) * 3)
     assert tier.remote.breaker.num_opened == 1
     with pytest.raises(RemoteError):
         tier.purge([SCOPE.root()])

@@ -7,7 +7,7 @@ import pytest
 
 from tests.sim import world as sim
 from tests.support.disks import CAPACITY, FRAMES, blocks, load, publish_all
-from tests.support.faulty_storage import LAYOUT, SCOPE, chain, fill, put
+from tests.support.faulty_storage import LAYOUT, chain, fill, put
 from tests.support.memory_tier import MemoryTier
 from tiers.blocks.chain import Chain
 from tiers.blocks.keys import CacheScope
@@ -241,30 +241,24 @@ def test_all_readers_that_share_a_prefix_are_weighed(server, monkeypatch):
         assert [nine, four] == [len(two.places(blocks(count=count))[0]) for count in (9, 4)]
 
 
-def test_a_purge_reaches_the_remote_tier(server, objects):
-    one, two = server("one"), server("two")
-    scope = SCOPE.root()
-    store(one, blocks())
-    assert two.count([scope]) == 4
-    assert two.purge([scope]).num_blocks == 4
-    assert not objects.held
-    assert one.purge([scope]).num_blocks == 4
-    objects.broken = True
-    with pytest.raises(RemoteError):
-        one.purge([scope])
-
-
 def test_a_url_or_key_that_cannot_work_is_refused(tmp_path):
-    with pytest.raises(ConfigurationError, match="use redis://"):
-        open_objects("memcached://somewhere", 1)
+    for url, told in {
+        "memcached://somewhere": "use redis://",
+        "//me:geheim@host:6379": "no remote tier uses 'host:6379'",
+        "redis://host/0?tiemout=3": "redis://host/0 cannot be used: .*'tiemout'",
+        "redis+cluster://one:7000,two:7000/0?tiemout=3": "'tiemout'",
+        "redis://me:geheim@host/one": "redis://host/one cannot be used: .*'one'",
+        "redis+cluster://host:port": "'port'",
+        "s3://bucket?rgion=mars": "s3://bucket cannot be used: .*aws_rgion",
+    }.items():
+        with pytest.raises(ConfigurationError, match=told):
+            open_objects(url, 1.0)
     with pytest.raises(ConfigurationError, match="cannot be read"):
         read_seal(tmp_path / "none")
     (tmp_path / "key").write_text("abcd")
     with pytest.raises(ConfigurationError, match="has 2 bytes, not 32"):
         read_seal(tmp_path / "key")
     assert shown_url("redis://:secret@host:1/0") == "redis://host:1/0"
-    with pytest.raises(ConfigurationError, match="no remote tier uses 'host:6379'"):
-        open_objects("//me:geheim@host:6379", 1.0)
 
 
 def test_a_step_asks_no_store_why_a_prompt_is_cold_and_a_slow_store_is_told(monkeypatch):

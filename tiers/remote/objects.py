@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from itertools import islice
 from typing import Any, Protocol
-from urllib.parse import parse_qs, unquote, urlsplit, urlunsplit
+from urllib.parse import parse_qs, urlsplit, urlunsplit
 
 from tiers.disk.storage import PageBuffer
 from tiers.errors import ConfigurationError, TierError
@@ -84,9 +84,15 @@ class _RedisObjects:
 
     def __init__(self, url: str, timeout_s: float) -> None:
         redis = _redis()
-        self._errors: tuple[type[Exception], ...] = (redis.RedisError, OSError)
+        of_clusters = redis.exceptions.RedisClusterException
+        self._errors: tuple[type[Exception], ...] = (redis.RedisError, of_clusters, OSError)
         self._moved: type[Exception] = redis.exceptions.AskError
         self._open: Callable[[], Any] = lambda: redis.Redis.from_url(url, **_limits(timeout_s))
+        try:
+            int(urlsplit(url).path.strip("/") or 0)  # where redis-py takes the first for any other
+            self._open().connection_pool.make_connection()  # which is not made yet
+        except (TypeError, ValueError) as error:
+            raise ConfigurationError(f"{shown_url(url)} cannot be used: {error}") from None
         self._held: Any = None
         self._memory = _Memory()
         self.num_failed = 0
@@ -190,18 +196,14 @@ class _ClusterObjects(_RedisObjects):
     """
 
     def __init__(self, url: str, timeout_s: float) -> None:
-        super().__init__(url, timeout_s)
-        redis = _redis()
-        cluster_node: Any = redis.cluster.ClusterNode
-        parts = urlsplit(url)
-        user, _, hosts = parts.netloc.rpartition("@")
-        name, _, password = user.partition(":")
-        nodes = [urlsplit(f"//{host}") for host in hosts.split(",")]
+        parts = urlsplit(url.replace("+cluster", "", 1))
+        hosts = parts.netloc.split(",")
+        plain = urlunsplit(parts._replace(netloc=hosts[0]))
+        super().__init__(plain, timeout_s)
+        redis, nodes = _redis(), [urlsplit(f"//{host}") for host in hosts]
         self._open = lambda: redis.RedisCluster(
-            startup_nodes=[cluster_node(node.hostname, node.port or 6379) for node in nodes],
-            username=unquote(name) or None,
-            password=unquote(password) or None,
-            ssl=parts.scheme.startswith("rediss"),
+            startup_nodes=[redis.cluster.ClusterNode(at.hostname, at.port or 6379) for at in nodes],
+            url=plain,
             require_full_coverage=False,
             **_limits(timeout_s),
         )
@@ -321,13 +323,16 @@ class _S3Objects:
         limit = f"{max(1, round(timeout_s * 1000))}ms"
         plain_http = options.get("endpoint", "").startswith("http://")
         config: Any = {f"aws_{name}": value for name, value in options.items()}
-        self._store: Any = S3Store(
-            parts.netloc,
-            prefix=parts.path.strip("/") or None,
-            config=config,
-            client_options={"timeout": limit, "connect_timeout": limit, "allow_http": plain_http},
-            retry_config={"max_retries": 0},
-        )
+        limits: Any = {"timeout": limit, "connect_timeout": limit, "allow_http": plain_http}
+        once: Any = {"max_retries": 0}
+        prefix = parts.path.strip("/") or None
+        try:
+            self._store: Any = S3Store(
+                parts.netloc, prefix=prefix, config=config, client_options=limits, retry_config=once
+            )
+        except BaseError as error:
+            told = str(error).partition("\n")[0]
+            raise ConfigurationError(f"{shown_url(url)} cannot be used: {told}") from None
         self._obstore: Any = obstore
         self._errors: tuple[type[Exception], ...] = (BaseError, OSError)
         self._threads = ThreadPoolExecutor(S3_CONNECTIONS, thread_name_prefix="cachesvc-s3")
