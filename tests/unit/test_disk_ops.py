@@ -14,9 +14,9 @@ from tiers.disk.format.record import unpack_header
 from tiers.disk.inspection.view import open_view
 from tiers.disk.open import open_disk
 from tiers.disk.settings import DiskSettings
-from tiers.disk.storage import Storage
+from tiers.disk.storage import PageBuffer, Storage
 from tiers.errors import ConfigurationError
-from tiers.tier import Loaded
+from tiers.tier import Loaded, TierName
 
 OTHER = CacheScope(weights=b"tiny", tenant=b"other")
 
@@ -66,11 +66,21 @@ def test_a_view_lists_what_was_stored(tier):
         assert sum(block.scope == OTHER.root() for block in view.blocks()) == 4
         (shown,) = [info for info in listed if info.parent == ids[1].key]
         assert (shown.key, shown.parent, shown.tokens) == ids[2][2:3] + ids[2][1:2] + ids[2][3:4]
+        told = shown.view(shown.used_s + 5.0)
+        assert ((TierName.DISK,), 0, 5.0) == (told.tiers, told.hits, told.idle_s)
         summary = view.summary()
         assert (summary.num_blocks, summary.num_scopes) == (8, 2)
         assert summary.logical_bytes == 8 * LAYOUT.nbytes
         assert summary.server is not None
         assert f"pid {os.getpid()}" in summary.server
+
+
+def test_a_read_ends_where_the_file_does(tmp_path):
+    held, storage, room = b"x" * 3 * 4096, Storage(), PageBuffer().take(4 * 4096)
+    (tmp_path / "data").write_bytes(held)
+    file = storage.open_file(tmp_path / "data")
+    assert [len(held), 0] == [storage.read(file, room, at) for at in (0, len(held))]
+    assert held == room[: len(held)]
 
 
 BESIDE = """

@@ -6,12 +6,11 @@ import pickle
 import lmdb
 import pytest
 
+from tests.crash.test_disk_damage import CAPACITY, FRAMES, LAYOUT, PAGE, blocks, data_file
 from tests.patience import until
 from tests.support.disks import closed_later
-from tests.support.faulty_storage import FaultyStorage, chain, fetched, map_full, put, take
-from tiers.blocks.frames import FrameArena
+from tests.support.faulty_storage import FaultyStorage, fetched, map_full, put
 from tiers.blocks.keys import PrefixKey
-from tiers.blocks.layout import BlockLayout
 from tiers.disk.format.rows import pack_order, pack_sequence
 from tiers.disk.inspection.opening import repair_folder
 from tiers.disk.inspection.verify import verify_all
@@ -24,18 +23,9 @@ from tiers.disk.shard import ShardBusy
 from tiers.errors import ConfigurationError, MissReason
 from tiers.tier import Loaded
 
-LAYOUT = BlockLayout.uniform(1, 16, 2, 16, "float32")
-CAPACITY = 2 << 20
-PAGE = 4096
-FRAMES = take(FrameArena(LAYOUT, 9), 9)
-
 
 def opened(root, storage=None, check_s=10):
     return closed_later(open_disk(root, LAYOUT, CAPACITY, storage=storage, check_s=check_s))
-
-
-def blocks(seed):
-    return chain(8, block_size=LAYOUT.block_size, seed=seed)
 
 
 def store(tier, seed):
@@ -59,10 +49,6 @@ def filled(tmp_path):
         store(tier, seed)
     tier.close()
     return root
-
-
-def data_file(root):
-    return root / "shard-000" / "data.mdb"
 
 
 def pages_of(data, *kinds):

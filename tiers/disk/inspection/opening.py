@@ -98,7 +98,7 @@ def _mended(
         slots: list[ShardSlot] = []
         for number in range(meta.num_shards):
             folder = shard_path(path, number)
-            shard = partial(_open_shard, folder, meta.map_bytes)
+            shard = partial(Shard, folder, meta.map_bytes, storage=Storage())
             opening = Opening(Storage(), meta.map_bytes, shard, on_loss, check_s=math.inf)
             slots.append(ShardSlot(folder, opening))
             opened.callback(slots[-1].close)
@@ -110,11 +110,6 @@ def _meta(path: Path) -> Meta:
     if meta is None:
         raise ConfigurationError(f"there is no disk cache in {path}; check --data-dir")
     return meta
-
-
-def _open_shard(folder: Path, map_bytes: int) -> Shard:
-    folder.mkdir(exist_ok=True)
-    return Shard(folder, map_bytes, storage=Storage())
 
 
 @contextmanager
