@@ -15,6 +15,7 @@ its pieces are.
 import ctypes
 import logging
 import math
+import os
 import platform
 import threading
 import time
@@ -27,14 +28,14 @@ from typing import Any
 
 import numpy as np
 from sglang.srt.mem_cache import hicache_storage as hicache
-from sglang.srt.runtime_context import get_server_args
+from sglang.srt.runtime_context import get_server_args, get_serving
 from sglang.srt.utils import get_device_name
 
 from cachesvc import offload
 from cachesvc.config.quantities import parse_size
 from cachesvc.model_files import UnsupportedKv, weights_digest
 from tiers.blocks.frames import Frame
-from tiers.blocks.keys import BlockId, CacheScope, PrefixKey
+from tiers.blocks.keys import KEY_BYTES, BlockId, CacheScope, PrefixKey
 from tiers.blocks.layout import BlockLayout
 from tiers.disk.guest import GuestTier
 from tiers.disk.readers import readers_for
@@ -47,7 +48,11 @@ LOOKUP_S = 2.0  # then the disk counts as hanging, and nothing as held until it 
 FLUSH_S = 5.0  # while pages are stored, between what makes them outlive a power cut
 _ITS_OWN = ("backend_name", "module_path", "class_name", "interface_v1")  # SGLang's, of the options
 _EXAMPLE = '{"backend_name": "cachesvc", ..., "dir": "/nvme/kv", "bytes": "1TiB"}'
-_ARGUMENTS = ("dtype", "quantization", "attention_backend", "json_model_override_args")
+_ARGUMENTS = (
+    *("dtype", "quantization", "attention_backend", "json_model_override_args"),
+    *("prefill_attention_backend", "decode_attention_backend", "load_format", "modelopt_quant"),
+    *("kv_cache_dtype", "quantization_param_path", "rl_quant_profile"),
+)
 _FACTS = ("layer_num", "start_layer", "end_layer", "page_size", "layout", "dtype")
 
 KV = hicache.PoolName.KV
@@ -158,6 +163,7 @@ class CachesvcStorage(hicache.HiCacheStorage):  # type: ignore[misc]
         name, config = str(host_pool_name), self._config
         if name == hicache.PoolName.MAMBA and config.is_mla_model and config.tp_size > 1:
             raise ValueError("the cachesvc tier keeps no states of each rank beside shared latents")
+        self._version = get_server_args().weight_version
         self._pools[name] = pool = HostPool(name, host_pool)
         pool.root = self._scope(pool).root()
         if self._tiers:
@@ -266,6 +272,7 @@ class CachesvcStorage(hicache.HiCacheStorage):  # type: ignore[misc]
     def _held(self, names: Sequence[str], keys: Sequence[str]) -> dict[str, Done]:
         """Which pages are held. None is, from when the disk has not answered for LOOKUP_S."""
         with self._asking:
+            self._follow_weights()
             if self._asked is None or self._asked.done():
                 self._asked = self._lookups.submit(self._look, names, keys)
                 wait([self._asked], LOOKUP_S)
@@ -275,6 +282,13 @@ class CachesvcStorage(hicache.HiCacheStorage):  # type: ignore[misc]
                 logger.error(f"cachesvc: the disk was asked for {len(keys)} pages: {error!r}")
         return {name: [False] * len(keys) for name in names}
 
+    def _follow_weights(self) -> None:
+        """Nobody else finds pages of weights that were changed in place, nor those of before."""
+        if (version := get_serving().weight_version) != self._version:
+            self._version = version
+            for pool in self._pools.values():
+                pool.root = PrefixKey(os.urandom(KEY_BYTES))
+
     def _look(self, names: Sequence[str], keys: Sequence[str]) -> dict[str, Done]:
         def held(pool: HostPool) -> Done:
             return pool.whole(len(keys), lambda tier, some: tier.held(pool.keys(keys, some)))
@@ -282,6 +296,7 @@ class CachesvcStorage(hicache.HiCacheStorage):  # type: ignore[misc]
         return {name: held(self._pools[name]) if keys else [] for name in names}
 
     def _move(self, how: Callable[..., Done], transfer: Any, extra_info: Any) -> Done:
+        self._follow_weights()
         began_s, pool, keys = time.perf_counter(), self._pools[transfer.name], transfer.keys or []
         indices = transfer.host_indices if transfer.host_indices is not None else ()
         if not keys:

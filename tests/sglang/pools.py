@@ -14,14 +14,8 @@ if __name__ == "__main__":
 
 import torch
 from sglang.srt.managers.cache_controller import HiCacheController
+from sglang.srt.mem_cache import device_pool_info as infos
 from sglang.srt.mem_cache import hicache_storage as types
-from sglang.srt.mem_cache.device_pool_info import (
-    KVBufferLayout,
-    KVBuffers,
-    MambaStateBufferInfo,
-    MHABufferInfo,
-    MLABufferInfo,
-)
 from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.memory_pool_host import LogicalHostPool as LogicalHostPool
 from sglang.srt.mem_cache.pool_host.base import host_memory_budget_scope
@@ -39,20 +33,23 @@ PLACED = {"host_to_device_ratio": 0.0, "host_size": 0, "page_size": PAGE, "pin_m
 WHERE = {"device_capacity_tokens": 0, "start_layer": 0, "end_layer": LAYERS}
 
 
-def serves(model, revision=None, **more):
-    """Says which model this process serves, as a scheduler's start does."""
-    told = SimpleNamespace(model_path=str(model), revision=revision, **more)
+def serves(model, revision=None, weights="default", **more):
+    """Says which model this process serves, as a scheduler's start does, and of which version its
+    weights are by now."""
+    told = SimpleNamespace(model_path=str(model), revision=revision, weight_version="default")
+    vars(told).update(more)
     get_context()._server_args = told
+    get_context()._config_bags = {"serving": SimpleNamespace(weight_version=weights)}
 
 
 @host_memory_budget_scope(BUDGET)
 def mha(layout="page_first", dtype=torch.bfloat16, num_pages=NUM_PAGES, layers=LAYERS):
     rows = tuple(torch.zeros(PAGE, HEADS, DIM, dtype=dtype) for _ in range(layers))
     there = torch.tensor([each.data_ptr() for each in rows], dtype=torch.uint64)
-    nhd = KVBufferLayout.NHD
-    both = KVBuffers(k=rows, v=rows, k_data_ptrs=there, v_data_ptrs=there, layout=nhd)
+    nhd = infos.KVBufferLayout.NHD
+    both = infos.KVBuffers(k=rows, v=rows, k_data_ptrs=there, v_data_ptrs=there, layout=nhd)
     heads = {"head_num": HEADS, "head_dim": DIM, "v_head_dim": DIM, "page_size": PAGE}
-    info = MHABufferInfo(buffers=both, dtype=dtype, device=torch.device("cpu"), **heads)
+    info = infos.MHABufferInfo(buffers=both, dtype=dtype, device=torch.device("cpu"), **heads)
     room = {"host_token_capacity": num_pages * PAGE}
     return MHATokenToKVPoolHost(info, layout=layout, **room, **PLACED, **WHERE)
 
@@ -64,7 +61,7 @@ def mla(layout="page_first", num_pages=NUM_PAGES):
     where = {"layer_indices": tuple(range(LAYERS)), "device_layer_num": LAYERS}
     widths = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "kv_cache_dim": 576, "page_size": PAGE}
     kind = {"dtype": torch.bfloat16, "device": torch.device("cpu")}
-    info = MLABufferInfo(buffers=rows, data_ptrs=there, **where, **widths, **kind)
+    info = infos.MLABufferInfo(buffers=rows, data_ptrs=there, **where, **widths, **kind)
     room = {"host_token_capacity": num_pages * PAGE, "target_layer_num": LAYERS}
     return MLATokenToKVPoolHost(info, layout=layout, **room, **PLACED, **WHERE)
 
@@ -92,7 +89,7 @@ def indexer(anchor):
 def mamba():
     temporal = torch.zeros(LAYERS, 1, 4, 32, 16, dtype=torch.float32)
     conv = torch.zeros(LAYERS, 1, 96, 3, dtype=torch.bfloat16)
-    info = MambaStateBufferInfo(temporal=temporal, conv=(conv,))
+    info = infos.MambaStateBufferInfo(temporal=temporal, conv=(conv,))
     room = {"device_capacity": 1, "pin_memory": False, "layout": "page_first"}
     return MambaPoolHost(info, float(NUM_PAGES), 0, **room)
 

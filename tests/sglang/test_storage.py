@@ -268,7 +268,7 @@ def test_ranks_that_split_heads_have_pages_of_their_own(opened, kv, tmp_path):
     assert 0 == opened(kv, rank=0, ranks=4).batch_exists(keys()), "other heads"
 
 
-@pytest.mark.parametrize("what", ["files", "arguments", "dtype", "scope"])
+@pytest.mark.parametrize("what", ["files", "arguments", "bits", "dtype", "scope"])
 def test_pages_of_another_model_or_setting_are_not_found(sglang, opened, kv, held, model, what):
     held[0].close()
     pools, options = kv, {}
@@ -277,6 +277,8 @@ def test_pages_of_another_model_or_setting_are_not_found(sglang, opened, kv, hel
         sglang.serves(model.rename(model.with_name("other")))
     if what == "arguments":
         sglang.serves(model, json_model_override_args='{"rope_theta": 1}')
+    if what == "bits":  # both kinds are bytes to the pool
+        sglang.serves(model, kv_cache_dtype="fp8_e5m2")
     if what == "dtype":
         pools = {sglang.types.PoolName.KV: sglang.mha(dtype=torch.float16)}
     if what == "scope":
@@ -290,6 +292,23 @@ def test_pages_of_another_model_or_setting_are_not_found(sglang, opened, kv, hel
         assert COUNT == again.batch_exists(keys()), "another's clear leaves it"
         again.clear()
         assert 0 == again.batch_exists(keys())
+
+
+def test_pages_of_weights_that_were_changed_in_place_are_found_until_the_next_change(
+    sglang, opened, kv, held, model
+):
+    storage, _ = held
+    for version in ("two", "three"):
+        sglang.serves(model, weights=version)
+        assert 0 == storage.batch_exists(keys())
+        assert all(storage.batch_set_v1(keys(), slots()))
+        assert COUNT == storage.batch_exists(keys())
+    storage.close()
+    storage = opened(kv)
+    assert 0 == storage.batch_exists(keys()), "although it is opened again"
+    storage.close()
+    sglang.serves(model)
+    assert COUNT == opened(kv).batch_exists(keys()), "those of the files"
 
 
 def test_what_cannot_be_kept_is_refused_by_name(sglang, opened, kv, tmp_path):
