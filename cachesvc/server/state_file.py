@@ -134,7 +134,8 @@ class StateFile:
                         logger.info(f"{WHAT} are remembered again")
                 except Exception as error:  # noqa: BLE001  the top of the thread, which goes on
                     self._give_up(error)
-                    if self._closing and _is_locked(error):
+                    code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+                    if self._closing and code == sqlite3.SQLITE_BUSY:
                         return  # the rest would fail too, each after its wait
         finally:
             connection.close()
@@ -143,10 +144,6 @@ class StateFile:
         if not self._failed:
             logger.error(f"{WHAT} will not be remembered over a restart: {self._path}: {error}")
         self._failed = True
-
-
-def _is_locked(error: Exception) -> bool:
-    return getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_BUSY
 
 
 class PendingWrites:

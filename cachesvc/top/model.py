@@ -17,10 +17,8 @@ SPARE = ("idle p50", "out/s", "in/s", "blocks")
 
 def headline(reading: Reading) -> str:
     stats = reading.stats
-    return (
-        f"cachesvc {stats['version']}  {_short(stats['model'])}  {reading.url}  "
-        f"up {seconds(stats['uptime_s'])}"
-    )
+    model = stats["model"].rstrip("/").rpartition("/")[2]
+    return f"cachesvc {stats['version']}  {model}  {reading.url}  up {seconds(stats['uptime_s'])}"
 
 
 def summary(reading: Reading, width: int = 200) -> list[str]:
@@ -135,10 +133,6 @@ def tier_rows(reading: Reading, before: Reading | None) -> list[list[str]]:
         sizes = (str(tier["num_blocks"]), size(used), size(of), percent(used, of))
         rows.append([name, *sizes, *rates, _idle(tier)])
     return rows
-
-
-def _short(model: str) -> str:
-    return model.rstrip("/").rpartition("/")[2]
 
 
 def _rate(growth: float, elapsed_s: float) -> str:

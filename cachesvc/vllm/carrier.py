@@ -90,7 +90,10 @@ class Carrier:
     def move(self, loads: Sequence[Transfer], saves: Sequence[Transfer]) -> None:
         """Starts these transfers, after the device work submitted before this call. Returns when
         loads in this step have ended."""
-        ready = _mark() if (loads or saves) and self._device.type == "cuda" else None
+        ready = None
+        if (loads or saves) and self._device.type == "cuda":
+            ready = torch.cuda.Event()
+            ready.record()
         with self._ended:
             self._num_moving += len(loads) + len(saves)
             self._num_in_step += sum(load.in_step for load in loads)
@@ -104,7 +107,9 @@ class Carrier:
         """Returns when any transfer has ended that vLLM was not told of, when none is under way, or
         after `timeout_s`."""
         with self._ended:
-            self._ended.wait_for(self._has_news, timeout_s)
+            self._ended.wait_for(
+                lambda: not self._num_moving or self._moved.loaded or self._moved.saved, timeout_s
+            )
 
     def take_loaded(self) -> Transferred:
         """The loads that have ended since the last call."""
@@ -232,9 +237,6 @@ class Carrier:
         self._num_moving -= 1
         self._ended.notify_all()
 
-    def _has_news(self) -> bool:
-        return not self._num_moving or bool(self._moved.loaded or self._moved.saved)
-
 
 def _slabs(
     group: KvGroup, kv_caches: Mapping[str, KvTensors], num_blocks: int
@@ -264,9 +266,3 @@ def _close(links: Mapping[BlockLayout, NodeLink]) -> None:
 def _piece(memory: SharedMemory) -> int:
     """Frames that one registration may have; all, where the node offers none."""
     return memory.piece_frames or memory.num_frames
-
-
-def _mark() -> "torch.cuda.Event":
-    event = torch.cuda.Event()
-    event.record()
-    return event

@@ -59,15 +59,11 @@ class SlabTable:
         self._strides = torch.tensor(in_words, dtype=torch.int64, device=device)
         self._slabs = torch.tensor([slab.data_ptr() for slab in slabs], device=device)
 
-    def gather(self, stage: torch.Tensor, blocks: torch.Tensor) -> None:
-        """Copy blocks into the stage's leading rows. stage: [rows, stride] bytes; blocks: [N]."""
-        self._move(stage, blocks, gather=True)
+    def move(self, stage: torch.Tensor, blocks: torch.Tensor, *, gather: bool) -> None:
+        """Copy blocks into the stage's leading rows, or those rows into the blocks.
 
-    def scatter(self, stage: torch.Tensor, blocks: torch.Tensor) -> None:
-        """Copy the stage's leading rows into blocks."""
-        self._move(stage, blocks, gather=False)
-
-    def _move(self, stage: torch.Tensor, blocks: torch.Tensor, *, gather: bool) -> None:
+        stage: [rows, stride] bytes; blocks: [N].
+        """
         assert len(blocks) <= len(stage), (len(blocks), len(stage))
         words = stage.view(self._word)
         move_slabs[len(blocks), len(self._slabs)](

@@ -10,7 +10,6 @@ thread that copies has its own object.
 import ctypes
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -39,24 +38,7 @@ def slabs_of(tensor: torch.Tensor, num_blocks: int) -> list[torch.Tensor]:
     return [part.flatten(1).view(torch.uint8) for part in parts]
 
 
-class BlockCopier(Protocol):
-    """Copies blocks between `rows[frames[i]]` and block `blocks[i]` of all slabs.
-
-    `rows`: [num_frames, stride] bytes of host memory. No copy crosses a multiple of `piece` frames:
-    there another registration of pinned memory begins. When a call returns, the bytes are there.
-    When it raises, nothing is under way: frames and blocks get other owners.
-    """
-
-    def load(
-        self, rows: torch.Tensor, frames: Sequence[int], blocks: Sequence[int], piece: int
-    ) -> None: ...
-
-    def save(
-        self, rows: torch.Tensor, frames: Sequence[int], blocks: Sequence[int], piece: int
-    ) -> None: ...
-
-
-def copier_of(slabs: Sequence[torch.Tensor], stride: int) -> BlockCopier:
+def copier_of(slabs: Sequence[torch.Tensor], stride: int) -> "BlockCopier":
     """A copier for slabs on one device. `stride`: bytes of a row."""
     return DeviceCopier(slabs, stride) if slabs[0].is_cuda else HostCopier(slabs)
 
@@ -118,7 +100,7 @@ class DeviceCopier:
             for begin, end in self._batches(len(frames)):
                 for row, staged in self._runs(rows, frames[begin:end], piece):
                     staged.copy_(row, non_blocking=True)
-                self._table.scatter(self._stage, numbers[begin:end])
+                self._table.move(self._stage, numbers[begin:end], gather=False)
         finally:
             self._wait()
 
@@ -128,7 +110,7 @@ class DeviceCopier:
         numbers = self._upload(blocks, frames, rows)
         try:
             for begin, end in self._batches(len(frames)):
-                self._table.gather(self._stage, numbers[begin:end])
+                self._table.move(self._stage, numbers[begin:end], gather=True)
                 for row, staged in self._runs(rows, frames[begin:end], piece):
                     row.copy_(staged, non_blocking=True)
         finally:
@@ -157,6 +139,14 @@ class DeviceCopier:
     def _wait(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
+
+
+# Copies blocks between `rows[frames[i]]` and block `blocks[i]` of all slabs.
+#
+# `rows`: [num_frames, stride] bytes of host memory. No copy crosses a multiple of `piece` frames:
+# there another registration of pinned memory begins. When a call returns, the bytes are there.
+# When it raises, nothing is under way: frames and blocks get other owners.
+BlockCopier = HostCopier | DeviceCopier
 
 
 def runs_of(frames: Sequence[int], piece: int) -> Iterator[tuple[int, int]]:

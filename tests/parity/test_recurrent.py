@@ -8,13 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from engine.attention.recurrent import (
-    Piece,
-    RecurrentForward,
-    RecurrentStates,
-    StateCache,
-    StatePort,
-)
+from engine.attention import recurrent
 from tests.parity import architectures
 from tests.parity.test_architectures import prompt, stock_tokens
 from tests.support.house import BLOCK, NUM_OUT, House, from_every_tier
@@ -104,9 +98,9 @@ def test_a_module_gets_the_states_under_the_name_that_it_has_for_them(name):
              for each in ("self", "hidden_states", name)]  # fmt: skip
     ignored = Parameter("kwargs", Parameter.VAR_KEYWORD)
     forward.__signature__ = Signature([*known, ignored])
-    port = StatePort()
-    port.states = RecurrentStates()
-    port.states.begin([Piece(sequence_id=0, start=0, num_tokens=3)])
+    port = recurrent.StatePort()
+    port.states = recurrent.RecurrentStates()
+    port.states.begin([recurrent.Piece(sequence_id=0, start=0, num_tokens=3)])
     module = type("Module", (nn.Module,), {"forward": forward})()
-    RecurrentForward(module, port)(torch.zeros(1, 3, 2))
-    assert isinstance(given[0], StateCache)
+    recurrent.RecurrentForward(module, port)(torch.zeros(1, 3, 2))
+    assert isinstance(given[0], recurrent.StateCache)

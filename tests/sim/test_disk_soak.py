@@ -9,16 +9,7 @@ import random
 
 import pytest
 
-from tests.support.faulty_storage import (
-    FaultyStorage,
-    chain,
-    disk_full,
-    fill,
-    holds,
-    io_error,
-    map_full,
-    take,
-)
+from tests.support import faulty_storage as faulty
 from tiers.blocks.frames import FrameArena
 from tiers.blocks.keys import CacheScope
 from tiers.blocks.layout import BlockLayout
@@ -33,7 +24,7 @@ LAYOUT = BlockLayout.uniform(
 CAPACITY = 1 << 20
 NUM_CHAINS = 60
 CHAIN_BLOCKS = 8
-ERRORS = [io_error, disk_full, map_full]
+ERRORS = [faulty.io_error, faulty.disk_full, faulty.map_full]
 
 
 def disk_usage(root):
@@ -48,12 +39,12 @@ class Life:
         self.random = random.Random(seed)
         self.root = root
         self.now_s = 1_700_000_000.0
-        self.storage = FaultyStorage()
+        self.storage = faulty.FaultyStorage()
         self.num_shards = self.random.choice([1, 1, 2])
         self.settings = DiskSettings(
             moves=self.random.choice([False, True]), idle_ttl_s=self.random.choice([None, 5000])
         )
-        self.frames = take(FrameArena(LAYOUT, CHAIN_BLOCKS + 1), CHAIN_BLOCKS + 1)
+        self.frames = faulty.take(FrameArena(LAYOUT, CHAIN_BLOCKS + 1), CHAIN_BLOCKS + 1)
         self.scopes = [CacheScope(tenant=name) for name in (b"a", b"b")]
         self.written_bytes = 0
         self.num_hits = 0
@@ -85,12 +76,12 @@ class Life:
         number = int(NUM_CHAINS * self.random.random() ** 2)
         scope = self.scopes[number % 2]
         count = self.random.randint(1, CHAIN_BLOCKS)
-        return chain(count, block_size=LAYOUT.block_size, seed=number, scope=scope)
+        return faulty.chain(count, block_size=LAYOUT.block_size, seed=number, scope=scope)
 
     def store(self):
         ids = self.blocks()
         for frame, block in zip(self.frames, ids, strict=False):
-            fill(frame, block)
+            faulty.fill(frame, block)
         before = self.tier.stats().written_bytes
         self.tier.store(ids, self.frames[: len(ids)])
         self.written_bytes += self.tier.stats().written_bytes - before
@@ -100,7 +91,7 @@ class Life:
         loaded = self.tier.load(ids, self.frames[: len(ids)])
         self.num_hits += loaded.num_blocks
         for frame, block in zip(self.frames[: loaded.num_blocks], ids, strict=False):
-            assert holds(frame, block, self.frames[-1]), f"wrong bytes for {block.key.hex()}"
+            assert faulty.holds(frame, block, self.frames[-1]), f"wrong bytes for {block.key.hex()}"
         assert loaded.reason in (None, MissReason.ABSENT, MissReason.IO_ERROR)
 
     def discard(self):

@@ -115,18 +115,6 @@ def test_the_end_of_a_prompt_leaves_before_its_beginning():
     pool.check()
 
 
-def test_pinned_blocks_of_one_layout_leave_for_another_that_has_no_room():
-    small, large = two_pools(4)
-    ids = prompt(1, 8)
-    write(small, ids)
-    small.residency.pinned_keys = {each.key for each in ids}
-    for block in of_scopes(small, OTHER):
-        small.residency.queue.loaded(block, held=True)  # the tier below has it too
-        small.residency.pin(block)
-    assert 4 == len(large.reserve(prompt(2, 4)))
-    assert 0 == small.residency.host.num_blocks
-
-
 @pytest.fixture
 def below(tmp_path):
     with closing(open_disk(tmp_path / "disk", LAYOUT, 64 << 20)) as disk:

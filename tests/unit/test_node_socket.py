@@ -223,6 +223,10 @@ def test_frames_of_others_are_neither_committed_nor_released(node, path):
         (Op.LEASE, struct.pack("<B16s16sIII", 200, b"", b"", 4, 0, 0), "no pool 200"),
         (Op.COMMIT, b"abc", "not a list of frames"),
         (Op.RELEASE, struct.pack("<II", 7, 1), "no pool 7"),
+        (Op.LOCK, struct.pack("<I", 0), "one piece at a time"),
+        (Op.LOCK, struct.pack("<III", 0, 1, 2), "one piece at a time"),
+        (Op.LOCK, struct.pack("<II", 0, 1), "no piece 1"),
+        (Op.LOCK, struct.pack("<II", 3, 0), "no pool 3"),
         (99, b"", "operation 99"),
     ],
 )
@@ -276,11 +280,6 @@ def test_a_run_is_read_as_it_was_written(sizes, tokens):
     assert (3, ids) == (pool, run.ids())
 
 
-def test_a_second_node_at_the_same_place_is_refused(node, path):
-    with pytest.raises(DirectoryLocked, match="another node"):
-        NodeServer(NodeSettings(socket=path, host_bytes=1 << 20)).open()
-
-
 def test_a_second_node_on_the_same_disk_is_refused_at_its_start(tmp_path):
     disk = below(tmp_path)
     with serving(tmp_path / "a.sock", **disk):
@@ -292,27 +291,20 @@ def test_a_second_node_on_the_same_disk_is_refused_at_its_start(tmp_path):
         pass
 
 
-def test_a_socket_that_a_dead_node_left_is_replaced_and_a_file_is_not(tmp_path):
+def test_a_socket_that_a_dead_node_left_is_replaced_and_nothing_else_is(tmp_path):
+    def refuses(told, path, error=ConfigurationError):
+        with pytest.raises(error, match=told):
+            NodeServer(NodeSettings(socket=path, host_bytes=1 << 20)).open()
+
     path = tmp_path / "node.sock"
     with closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as dead:
         dead.bind(str(path))
     with serving(path), joined(path):
-        pass
+        refuses("another node", path, DirectoryLocked)
     path.write_text("mine")
-    with pytest.raises(ConfigurationError, match="not a socket"):
-        NodeServer(NodeSettings(socket=path, host_bytes=1 << 20)).open()
+    refuses("not a socket", path)
     assert "mine" == path.read_text()
-
-
-def test_a_path_that_is_too_long_for_a_socket_is_said(tmp_path):
-    path = tmp_path / ("x" * 120)
-    with pytest.raises(ConfigurationError, match="cannot listen"):
-        NodeServer(NodeSettings(socket=path, host_bytes=1 << 20)).open()
-
-
-def test_a_client_of_a_node_that_is_not_there_says_so(tmp_path):
-    with pytest.raises(NodeGone, match="no node answers"):
-        NodeClient(tmp_path / "none.sock", LAYOUT).connect()
+    refuses("cannot listen", tmp_path / ("x" * 120))
 
 
 def test_one_connection_holds_at_most_half_of_the_memory(node, path):

@@ -11,40 +11,26 @@ def put(node):
     return True
 
 
-def link_to(path, clock):
-    return NodeLink(path, LAYOUT, timeout_s=5, clock_s=clock)
-
-
-def test_a_node_that_is_away_is_a_miss_and_is_left_alone_for_a_while(tmp_path):
+def test_a_node_that_is_away_is_a_miss_is_left_alone_for_a_while_and_is_told_once(tmp_path, caplog):
     path, clock = tmp_path / "node.sock", Clock()
-    link = link_to(path, clock)
-    assert ([], 1) == (link.probe(prompt(1)), link.faults)
-    with serving(path):
-        assert ([], 1) == (link.probe(prompt(1)), link.faults), "it is not asked again at once"
+    link = NodeLink(path, LAYOUT, timeout_s=5, clock_s=clock)
+    for faults in (1, 2):
         clock.now_s += RETRY_S
-        assert link.attempt(put)
-        assert ([TierName.HOST] * 3, 1) == (link.probe(prompt(1)), link.faults)
-        link.close()
-
-
-def test_an_outage_is_told_once(tmp_path, caplog):
-    path, clock = tmp_path / "node.sock", Clock()
-    link = link_to(path, clock)
-    for _ in range(5):
-        assert [] == link.probe(prompt(1))
-        clock.now_s += RETRY_S
+        assert ([], faults) == (link.probe(prompt(1)), link.faults)
     with serving(path):
+        assert ([], 2) == (link.probe(prompt(1)), link.faults), "it is not asked again at once"
+        clock.now_s += RETRY_S
         for _ in range(2):
             assert link.attempt(put)
+        assert ([TierName.HOST] * 3, 2) == (link.probe(prompt(1)), link.faults)
         link.close()
-    told = [record.getMessage() for record in caplog.records]
-    assert 2 == len(told)
-    assert "until it is back" in told[0] and "is back" in told[1]
+    away, back = (record.getMessage() for record in caplog.records)
+    assert "until it is back" in away and "is back" in back
 
 
 def test_a_node_that_was_restarted_is_joined_without_a_miss(tmp_path):
     path = tmp_path / "node.sock"
-    link = link_to(path, Clock())
+    link = NodeLink(path, LAYOUT, timeout_s=5, clock_s=Clock())
     with serving(path, **below(tmp_path)):
         assert link.attempt(put)
     with serving(path, **below(tmp_path)):

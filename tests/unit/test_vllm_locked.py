@@ -25,9 +25,8 @@ from tests.unit.test_frames_pinned import Cudart
 from tests.unit.test_node_socket import LAYOUT, below, joined, prompt, serving
 from tiers.blocks.keys import CacheScope
 from tiers.errors import NodeError
-from tiers.node import arena, messages
+from tiers.node import arena
 from tiers.node.arena import frame_stride
-from tiers.node.messages import Op
 
 PIECE = 4  # frames
 STRIDE = frame_stride(LAYOUT)
@@ -150,14 +149,6 @@ def test_a_client_that_the_node_throws_out_may_still_have_locked_pages(path):
         with joined(path) as other:
             other.stats()
             assert PIECE * STRIDE == locked_bytes(node)
-
-
-@pytest.mark.parametrize("asked", [[0], [0, 1, 2], [0, 32], [3, 0]])
-def test_a_client_that_locks_what_there_is_not_is_disconnected(path, asked):
-    with serving(path) as node, joined(path) as client:
-        with pytest.raises(NodeError):
-            client._ask(Op.LOCK, messages.pack_numbers(asked))
-        assert 0 == locked_bytes(node)
 
 
 # The carrier as a whole.

@@ -96,17 +96,6 @@ def test_every_byte_of_a_block_goes_to_its_place_and_none_beside(kind, stage_row
 
 
 @copiers
-def test_nothing_to_copy_is_no_copy(kind):
-    slabs, rows = slabs_like_vllm(), rows_like_a_nodes()
-    copier = copier_of_kind(kind, slabs)
-    before = rows.clone(), [slab.clone() for slab in slabs]
-    copier.load(rows, [], [], 1)
-    copier.save(rows, [], [], 1)
-    assert torch.equal(before[0], rows)
-    assert all(map(torch.equal, before[1], slabs))
-
-
-@copiers
 @pytest.mark.parametrize(("frames", "blocks"), [([NUM_FRAMES], [0]), ([0], [NUM_BLOCKS])])
 def test_a_number_outside_is_refused_before_a_byte_moves(kind, frames, blocks):
     slabs, rows = slabs_like_vllm(), rows_like_a_nodes()
@@ -133,9 +122,8 @@ def test_on_a_gpu_copies_and_launches_follow_the_runs_and_not_layers_times_block
 
     slabs, rows = slabs_like_vllm(128), torch.zeros(160, STRIDE, dtype=torch.uint8)
     copier, launches = DeviceCopier(slabs, STRIDE), []
-    move = kernel.SlabTable._move
     monkeypatch.setattr(
-        kernel.SlabTable, "_move", lambda self, stage, blocks, gather: launches.append(len(blocks))
+        kernel.SlabTable, "move", lambda self, stage, blocks, gather: launches.append(len(blocks))
     )
     frames = [*range(10, 74), *range(80, 144)]
     for copy in (copier.load, copier.save):
@@ -144,7 +132,6 @@ def test_on_a_gpu_copies_and_launches_follow_the_runs_and_not_layers_times_block
         # Frames 10..63, 64..73, 80..127 and 128..143.
         assert 4 == recorder.calls["copy_"], recorder.calls
     assert [128, 128] == launches
-    assert move is not kernel.SlabTable._move
 
 
 @in_child
@@ -182,4 +169,4 @@ def test_slabs_of_odd_sizes_are_moved_in_narrower_words(odd):
 @pytest.mark.timeout(TIMEOUT_S)
 def test_the_kernel_under_the_interpreter():
     told = run_in_child(__file__, loops=True)
-    assert "skipped" in told and "27 passed" in told, told
+    assert "skipped" in told and "25 passed" in told, told

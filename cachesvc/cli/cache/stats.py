@@ -27,7 +27,9 @@ def stats(data_dir: DataDir = None, json: AsJson = False) -> None:
         with open_view(found_disk(path)) as view:
             summary = view.summary()
     if json:
-        shown = _summary_json(summary) if summary is not None else {}
+        shown: dict[str, Any] = {}
+        if summary is not None:
+            shown = {"tier": "disk", **asdict(summary), "ratio": round(summary.ratio, 4)}
         print_json(shown | ({"tiers": tiers, "owners": owners} if tiers else {}))
         return
     if summary is not None:
@@ -67,10 +69,6 @@ def _print_owners(owners: Sequence[Mapping[str, Any]]) -> None:
 
 def _bytes_in(tier: TierName, owner: Mapping[str, Any]) -> str:
     return size(owner["bytes"][tier]) if tier in owner["bytes"] else "-"
-
-
-def _summary_json(summary: DiskSummary) -> dict[str, Any]:
-    return {"tier": "disk", **asdict(summary), "ratio": round(summary.ratio, 4)}
 
 
 def _capacity(summary: DiskSummary) -> str:

@@ -8,13 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.attention.base import (
-    AttentionCall,
-    AttentionOptions,
-    DecodeRows,
-    PagedAttention,
-    ReferenceAttention,
-)
+from engine.attention import base
 from engine.batch import Span
 from engine.execution.cuda_graphs import Recorder
 from engine.execution.runner import pick_attention
@@ -84,10 +78,12 @@ def _error(case: Case, device: str, spans: Sequence[Span], *, record: bool = Fal
         value = key[..., : case.rank]
     num_heads = heads * case.groups
     sinks = torch.linspace(-2, 3, num_heads) if case.sinks else None
-    options = AttentionOptions(case.dim**-0.5, case.window, case.softcap, sinks)
-    exact = ReferenceAttention(pool.float(), layers)
+    options = base.AttentionOptions(case.dim**-0.5, case.window, case.softcap, sinks)
+    exact = base.ReferenceAttention(pool.float(), layers)
     exact.begin(spans)
-    expected = exact.attend(AttentionCall(0, query.float(), key.float(), value.float(), options))
+    expected = exact.attend(
+        base.AttentionCall(0, query.float(), key.float(), value.float(), options)
+    )
     if sinks is not None:
         options = options._replace(sinks=sinks.to(device, torch.bfloat16))
     there = pool.to(device)
@@ -99,7 +95,7 @@ def _error(case: Case, device: str, spans: Sequence[Span], *, record: bool = Fal
             _begin_decode(path, spans, device)
         else:
             path.begin(spans)
-        result = path.attend(AttentionCall(0, *on_device, options))
+        result = path.attend(base.AttentionCall(0, *on_device, options))
         path.finish()
         return result
 
@@ -110,7 +106,7 @@ def _error(case: Case, device: str, spans: Sequence[Span], *, record: bool = Fal
 _INPUTS: list[torch.Tensor] = []  # a graph reads them where they were when it was recorded
 
 
-def _begin_decode(path: PagedAttention, spans: Sequence[Span], device: str) -> None:
+def _begin_decode(path: base.PagedAttention, spans: Sequence[Span], device: str) -> None:
     if not torch.cuda.is_current_stream_capturing():
         width = max(len(span.block_table) for span in spans)
         tables = torch.zeros(len(spans), width, dtype=torch.int32)
@@ -121,4 +117,4 @@ def _begin_decode(path: PagedAttention, spans: Sequence[Span], device: str) -> N
         given = (tables, (starts + 1).int(), last, starts % BLOCK)
         _INPUTS[:] = [each.to(device) for each in given]
     assert hasattr(path, "begin_decode")
-    path.begin_decode(DecodeRows(*_INPUTS))
+    path.begin_decode(base.DecodeRows(*_INPUTS))
