@@ -162,6 +162,14 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._planner.weigher.ended()
         return ()
 
+    def reset_cache(self) -> bool:
+        """vLLM forgets what it has cached, maybe because its weights are others from now on."""
+        if self._planner is not None:
+            self._planner.renew()
+            if self._reporter is not None:
+                self._reporter.ready(self._planner.identity)
+        return True
+
     def update_connector_output(self, connector_output: Any) -> None:
         if self._planner is None:
             return

@@ -7,6 +7,7 @@ that group, and by nothing else. Where all ranks have the same, the first one st
 """
 
 import contextlib
+import os
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -43,6 +44,11 @@ class EngineIdentity:
         """Whether vLLM can compute the end of a prefix whose load fell short. Else it begins the
         request anew."""
         return len(self.groups) == 1 and self.groups[0].is_whole
+
+    def renewed(self) -> "EngineIdentity":
+        """The same engine with weights that no file tells: its blocks are no other's."""
+        weights = self.scope.weights + os.urandom(16)
+        return replace(self, scope=replace(self.scope, weights=weights))
 
     def roots_of(self, request: Any) -> list[list[PrefixKey]]:
         """For each group, the root of a vLLM request's blocks on each rank.

@@ -5,6 +5,7 @@ prompt it holds. The loop waits `WAIT_S` for the answer, which is enough for a l
 it takes longer, vLLM continues and asks again. The workers move the blocks.
 """
 
+import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -23,6 +24,8 @@ from tiers.blocks.layout import BlockLayout
 from tiers.errors import MissReason
 from tiers.tier import TierName
 from tiers.transfer.economy import LoadEconomy
+
+logger = logging.getLogger(__name__)
 
 _ORDER = tuple(TierName)
 WAIT_S = 0.005  # for the node's answer, at the first lookup of a prompt
@@ -309,6 +312,15 @@ class Planner:
             self._loading.pop(name, None)
         self._step_blocks.clear()
 
+    def renew(self) -> None:
+        """Nobody's blocks are hits from now on, and what is stored is no hit for another engine:
+        the weights may be others than those in the files."""
+        self.identity = self.identity.renewed()
+        self._asked.clear()
+        self._matches.clear()
+        self.saves.forget_all()
+        logger.warning("cachesvc: vLLM's caches were reset; until it restarts, it shares no blocks")
+
     def close(self) -> None:
         """Stops the lookup thread."""
         self._asking.shutdown(cancel_futures=True)
@@ -318,7 +330,7 @@ class Planner:
     @property
     def is_busy(self) -> bool:
         """Whether transfers are pending, so that vLLM must keep stepping."""
-        return bool(self._loads) or self.saves.is_busy
+        return bool(self._loading) or self.saves.is_busy
 
 
 def _is_below(tiers: Sequence[TierName]) -> bool:

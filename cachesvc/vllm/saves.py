@@ -132,6 +132,12 @@ class Saves:
         if (running := self._running.pop(request.request_id, None)) is not None:
             self._drop(running)
 
+    def forget_all(self) -> None:
+        """Store nothing more of what the running requests computed until now."""
+        for running in self._running.values():
+            self._drop(running)
+        self._running.clear()
+
     def take(self) -> tuple[Transfer, ...]:
         """The stores of the next step."""
         planned, self._planned = tuple(self._planned), []

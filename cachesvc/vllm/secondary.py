@@ -13,6 +13,7 @@ that key, our scope and a checksum, bounded by bytes on the file system, readabl
 """
 
 import logging
+import os
 import time
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -45,7 +46,7 @@ from cachesvc.offload import (
 )
 from cachesvc.vllm.identity import device_name
 from tiers.blocks.frames import Frame
-from tiers.blocks.keys import BlockId, CacheScope, PrefixKey
+from tiers.blocks.keys import KEY_BYTES, BlockId, CacheScope, PrefixKey
 from tiers.blocks.layout import BlockLayout
 
 logger = logging.getLogger(__name__)
@@ -201,7 +202,10 @@ class CachesvcTier(SecondaryTierManager):  # type: ignore[misc]
             yield self._events.popleft()
 
     def drain_jobs(self) -> None:
+        """vLLM is about to forget what it has cached, maybe because its weights are others from now
+        on. Nothing from before is found again, nor by another start what is stored from then on."""
         wait([each for running in self._running.values() for each in running.work])
+        self._root = PrefixKey(os.urandom(KEY_BYTES))
 
     def shutdown(self) -> None:
         """Ends the threads, writes what they have begun, and closes the folder."""

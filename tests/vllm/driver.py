@@ -4,7 +4,7 @@ fork of itself for each such pair that comes from the socket, with three files: 
 told, where it answers, and its log. An import of vLLM takes three quarters of a start.
 
 {"do": "generate", "prompts": [[ids], ...], "salt": "..."}  -> tokens, their logprobs, cached
-{"do": "reset"}                                            -> forgets vLLM's own prefix cache
+{"do": "reset", "external": false}       -> forgets vLLM's own prefix cache, and the connector's
 {"do": "end"}
 """
 
@@ -89,8 +89,8 @@ def main(model, connector):
             for output in outputs
         ]
 
-    def reset():
-        done = engine.reset_prefix_cache()
+    def reset(external=False):
+        done = engine.reset_prefix_cache(reset_connector=external)
         if not done and os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0":
             engine.llm_engine.step()  # a core in this process moves only when it is called
         return done
@@ -101,7 +101,7 @@ def main(model, connector):
         do = told.pop("do")
         if do == "end":
             break
-        answer = generate(**told) if do == "generate" else reset()
+        answer = generate(**told) if do == "generate" else reset(**told)
         print(json.dumps(answer), file=say, flush=True)
 
 

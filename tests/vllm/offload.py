@@ -116,11 +116,17 @@ class Offload:
         return {"seconds": seconds}
 
     def empty(self) -> None:
-        """Empties the host memory, as a reset of vLLM's cache does."""
+        """Empties the host memory, as others who need it do."""
+        tiers, self.manager.secondary_tiers = self.manager.secondary_tiers, []
+        self.manager.reset_cache()
+        self.manager.secondary_tiers = tiers
+        self.rows[:] = 0
+
+    def reset(self) -> None:
+        """vLLM forgets what is cached, as after its weights were changed in place."""
         self.manager.reset_cache()
         if hasattr(self.manager, "on_reset_flushed"):  # from 0.33 on
             self.manager.on_reset_flushed()
-        self.rows[:] = 0
 
     def load(self, first: int, count: int) -> dict[str, Any]:
         """The chunks that came from the tier, and how many of them have wrong bytes."""

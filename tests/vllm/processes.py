@@ -105,10 +105,10 @@ class Engine:
         self.tell("generate", prompts=ids, salt=salt, max_tokens=max_tokens)
         return self._read()
 
-    def forget(self):
+    def forget(self, **more):
         """Empty vLLM's own prefix cache; its blocks may still be on their way to the node."""
         for _ in range(100):
-            self.tell("reset")
+            self.tell("reset", **more)
             if self._read():
                 return
             time.sleep(0.1)

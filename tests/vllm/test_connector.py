@@ -139,6 +139,9 @@ def test_every_group_resumes_with_the_same_tokens(name, started, tmp_path):
                 engine.forget()
                 (answer,) = engine.generate(prompts["whole"], salt="another tenant")
                 assert ({}, 0) == (answer["hits"], answer["cached"]), "nothing is shared"
+                engine.forget(external=True)  # as who changes weights in place does
+                check(engine, one, "whole", None)
+                check(engine, one, "whole", "host")
                 engine.forget()
                 engine.tell("generate", prompts=[prompts["cut short"]])
                 engine.kill()  # while it stores

@@ -63,6 +63,19 @@ def test_what_vllm_stores_comes_back_from_disk_after_a_restart(opened):
     engine("close")
 
 
+def test_after_a_reset_only_what_was_stored_since_is_found_until_the_next_start(opened):
+    engine = opened()
+    engine("store", first=0, count=4)
+    engine("reset")
+    assert [] == engine("load", first=0, count=4)["hits"]
+    engine("store", first=2, count=4)
+    assert [2, 3, 4, 5] == engine("load", first=0, count=6)["hits"]
+    engine("close")
+    engine = opened()
+    assert [0, 1, 2, 3] == engine("load", first=0, count=6)["hits"], "of the files' weights"
+    engine("close")
+
+
 @pytest.mark.parametrize("what", ["files", "dtype", "ranks", "scope"])
 def test_blocks_of_another_model_dtype_ranks_or_scope_are_not_found(opened, tmp_path, what):
     engine = opened()
