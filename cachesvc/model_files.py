@@ -41,9 +41,9 @@ def _snapshot(name: str, revision: str | None) -> Path:
 
 
 @lru_cache(maxsize=256)
-def files_digest(path: str, patterns: tuple[str, ...]) -> bytes:
-    """A 16-byte digest of a file, or of a folder's files that match the patterns. Raises
-    UnsupportedKv if there are none."""
+def files_digest(path: str, patterns: tuple[str, ...], read: object = None) -> bytes:
+    """A 16-byte digest of a file, or of a folder's files that match the patterns, once for each
+    `read`. Raises UnsupportedKv if there are none."""
     root = Path(path)
     files = [root] if root.is_file() else sorted({f for p in patterns for f in root.glob(p)})
     if not files:

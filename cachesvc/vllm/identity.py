@@ -17,7 +17,7 @@ from typing import Any
 
 import xxhash
 
-from cachesvc.model_files import files_digest, weights_digest
+from cachesvc.model_files import UnsupportedKv, files_digest, weights_digest
 from cachesvc.vllm.groups import KvGroup, groups_of
 from tiers.blocks.keys import CacheScope, PrefixKey
 from tiers.blocks.layout import BlockLayout
@@ -59,7 +59,7 @@ class EngineIdentity:
         if request.cache_salt:
             scope = replace(scope, tenant=tenant_of(request.cache_salt))
         if request.lora_request is not None:
-            scope = replace(scope, adapter=adapter_digest(request.lora_request.lora_path))
+            scope = replace(scope, adapter=adapter_of(request.lora_request) or os.urandom(16))
         return roots_of(scope.root(), self.groups, self.num_ranks)
 
 
@@ -75,9 +75,23 @@ def _parts(root: PrefixKey, kind: str, count: int) -> list[PrefixKey]:
     return [root, *(PrefixKey(xxhash.xxh3_128_digest(root + name)) for name in names)]
 
 
-def adapter_digest(path: str) -> bytes:
-    """The digest of an adapter folder's contents. Raises Unsupported if it holds no adapter."""
-    return files_digest(path, _ADAPTER_FILES)
+def adapter_digest(path: str, read: object = None) -> bytes:
+    """The digest of an adapter folder's contents, once for each `read`. Raises Unsupported if it
+    holds no adapter."""
+    return files_digest(path, _ADAPTER_FILES, read)
+
+
+def adapter_of(lora: Any) -> bytes | None:
+    """The content of an adapter of vLLM's, which reads it once for each id, and with `load_inplace`
+    at each use. None if its files are not here, as of a name in the hub, or of tensors."""
+    path, read = Path(lora.lora_path).expanduser(), lora.lora_int_id
+    try:
+        if getattr(lora, "load_inplace", False):
+            facts = ((file.name, file.stat()) for file in path.iterdir())
+            read = read, sorted((name, its.st_size, its.st_mtime_ns) for name, its in facts)
+        return adapter_digest(str(path), repr(read))
+    except (OSError, UnsupportedKv):
+        return None
 
 
 def tenant_of(salt: str) -> bytes:

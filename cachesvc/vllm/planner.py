@@ -13,7 +13,7 @@ from typing import Any
 
 from cachesvc.vllm.chains import RankIds, RequestChains
 from cachesvc.vllm.groups import alignment
-from cachesvc.vllm.identity import EngineIdentity
+from cachesvc.vllm.identity import EngineIdentity, adapter_of
 from cachesvc.vllm.link import NodeLink
 from cachesvc.vllm.lookup import longest_prefix, probe_ranks
 from cachesvc.vllm.reports import tag_of
@@ -343,7 +343,10 @@ def _farthest(tiers: Sequence[TierName]) -> TierName:
 
 
 def _has_identity(request: Any) -> bool:
-    """False for a prompt of embeddings, which has no tokens to identify it."""
+    """False for a prompt of embeddings, which has no tokens to identify it, and for one that uses
+    an adapter whose files are not here."""
+    if request.lora_request is not None and adapter_of(request.lora_request) is None:
+        return False
     return request.prompt_token_ids is not None and request.prompt_embeds is None
 
 

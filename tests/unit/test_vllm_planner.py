@@ -311,6 +311,32 @@ def test_ranks_tenants_and_adapters_have_roots_of_their_own():
     assert [roots[:1]] == alone, "the first is it all"
 
 
+def test_an_adapter_is_what_vllm_last_read_and_without_files_nothing_is_cached(planner, tmp_path):
+    def asks(path, number, **more):
+        asked = request(name=f"{path} {number}")
+        asked.lora_request = SimpleNamespace(lora_path=str(path), lora_int_id=number, **more)
+        return asked
+
+    def root(number, **more):
+        ((root,),) = planner.identity.roots_of(asks(tmp_path, number, **more))
+        return root
+
+    weights = tmp_path / "adapter_model.safetensors"
+    weights.write_bytes(b"one")
+    one = root(1)
+    weights.write_bytes(b"another")
+    assert one == root(1), "vLLM has it in memory"
+    another = root(1, load_inplace=True)
+    assert one != another == root(2)
+    weights.write_bytes(b"the third")
+    assert root(1, load_inplace=True) not in {one, another}
+    assert matched(planner, asks(tmp_path, 1))
+    elsewhere = asks("name/in-the-hub", 3)
+    assert 0 == planner.match(elsewhere, 0)
+    planner.allocated(elsewhere, [[1]], 0)
+    assert not planner.saves._running
+
+
 class Held(Link):
     """A node that holds, of each group by its root, the blocks at these places of a prompt."""
 
@@ -497,26 +523,6 @@ def test_blocks_of_a_request_that_is_preempted_are_given_up(planning):
     assert not any(pool.users)
 
 
-def test_after_a_reset_nothing_from_before_is_a_hit_and_nothing_begun_before_is_stored(
-    planning, link
-):
-    """vLLM's weights may be others than its files' from then on, as in reinforcement learning."""
-    planner = planning(WHOLE, WINDOW, link=link)
-    pool, running, slow = pool_of(planner), request(), request(name="slow")
-    planner.allocated(running, [[1, 2], [11, 12]], 0)
-    step(planner, running, [[1, 2], [11, 12]], 0, 2)
-    link.may_answer.clear()
-    planner.wait_s = 0
-    assert planner.match(slow, 0) is None
-    planner.renew()
-    link.may_answer.set()
-    planner.finished(running, [[1, 2], [11, 12]])
-    assert ((), ()) == planner.take() and not any(pool.users)
-    before = {ids[0].scope for ids in link.asked}
-    assert matched(planner, slow)
-    assert before.isdisjoint(ids[0].scope for ids in link.asked[-2:])
-
-
 @pytest.mark.parametrize(
     "field",
     ["pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"],
@@ -538,3 +544,23 @@ def test_of_several_revisions_in_the_hubs_cache_none_is_guessed(tmp_path, monkey
     (tmp_path / "models--o--m" / "snapshots" / "two").mkdir()
     with pytest.raises(UnsupportedKv, match="several revisions of o/m"):
         weights_digest("o/m", None, is_sole=True)
+
+
+def test_after_a_reset_nothing_from_before_is_a_hit_and_nothing_begun_before_is_stored(
+    planning, link
+):
+    """vLLM's weights may be others than its files' from then on, as in reinforcement learning."""
+    planner = planning(WHOLE, WINDOW, link=link)
+    pool, running, slow = pool_of(planner), request(), request(name="slow")
+    planner.allocated(running, [[1, 2], [11, 12]], 0)
+    step(planner, running, [[1, 2], [11, 12]], 0, 2)
+    link.may_answer.clear()
+    planner.wait_s = 0
+    assert planner.match(slow, 0) is None
+    planner.renew()
+    link.may_answer.set()
+    planner.finished(running, [[1, 2], [11, 12]])
+    assert ((), ()) == planner.take() and not any(pool.users)
+    before = {ids[0].scope for ids in link.asked}
+    assert matched(planner, slow)
+    assert before.isdisjoint(ids[0].scope for ids in link.asked[-2:])
