@@ -76,11 +76,13 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 "weigh_loads is true, so that only what loads faster than it computes is loaded, "
                 f"or false; not {weighs!r}"
             )
-        if transfer.kv_load_failure_policy != "recompute":
-            raise ValueError(
-                'cachesvc needs "kv_load_failure_policy": "recompute" in --kv-transfer-config, so '
-                "that a block that cannot be loaded is computed and no request fails for it"
-            )
+        for field, needed, why in (
+            ("kv_role", "kv_both", "no engine only loads or only stores"),
+            ("kv_load_failure_policy", "recompute", "a block that cannot be loaded is computed"),
+        ):
+            if getattr(transfer, field) != needed:
+                told = f'cachesvc needs "{field}": "{needed}" in --kv-transfer-config'
+                raise ValueError(f"{told}: {why}")
         check_parallel(vllm_config.parallel_config)
         self._planner: Planner | None = None
         self._carrier: Carrier | None = None
@@ -104,7 +106,10 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             weigher = Weigher(LoadEconomy(enabled=weighs))
             self._planner = Planner(identity, links, may_load_in_step=one_step, weigher=weigher)
         else:
-            self._carrier = Carrier(identity, node, _rank(identity.num_ranks))
+            from vllm.distributed import get_tensor_model_parallel_rank
+
+            rank = get_tensor_model_parallel_rank() if identity.num_ranks > 1 else 0
+            self._carrier = Carrier(identity, node, rank)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -166,6 +171,7 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """vLLM forgets what it has cached, maybe because its weights are others from now on."""
         if self._planner is not None:
             self._planner.renew()
+            logger.warning("cachesvc: reset; until vLLM restarts, it shares its blocks with none")
             if self._reporter is not None:
                 self._reporter.ready(self._planner.identity)
         return True
@@ -281,11 +287,3 @@ def _node_of(extra: Mapping[str, Any]) -> Path:
             '{"node": "/run/cachesvc/node.sock"}; start one with cachesvc node'
         )
     return Path(node)
-
-
-def _rank(num_ranks: int) -> int:
-    if num_ranks == 1:
-        return 0
-    from vllm.distributed import get_tensor_model_parallel_rank
-
-    return int(get_tensor_model_parallel_rank())

@@ -66,7 +66,9 @@ def groups_of(config: Any, kv_cache: Any) -> tuple[KvGroup, ...]:
     One that needs all blocks comes first, if there is one: prefixes are counted in its blocks.
     Raises UnsupportedKv.
     """
-    speculates = getattr(config, "speculative_config", None) is not None
+    if not config.cache_config.enable_prefix_caching:
+        raise UnsupportedKv("vLLM's prefix caching is off, as for models that need whole prompts")
+    speculates = config.speculative_config is not None
     groups = [
         _group(number, each.kv_cache_spec, tuple(each.layer_names), speculates)
         for number, each in enumerate(kv_cache.kv_cache_groups)
@@ -84,14 +86,16 @@ def alignment(groups: Sequence[KvGroup]) -> int:
 def _group(number: int, spec: Any, layers: tuple[str, ...], speculates: bool) -> KvGroup:
     from vllm.v1 import kv_cache_interface as kv
 
+    if isinstance(spec, kv.UniformTypeKVCacheSpecs):  # of which vLLM's scheduler knows one layer
+        raise ValueError(
+            "cachesvc does not serve layers that keep blocks of several sizes in one group "
+            "(UniformTypeKVCacheSpecs); start vLLM without this connector"
+        )
     if not getattr(spec, "prefix_cacheable", True):
         raise UnsupportedKv(f"vLLM does not cache the prefixes of a {type(spec).__name__}")
     if isinstance(spec, kv.MambaSpec):
         if spec.mamba_cache_mode == "none":
-            raise UnsupportedKv(
-                "vLLM keeps the model's states at no block's end; start it with "
-                "--enable-prefix-caching"
-            )
+            raise UnsupportedKv("vLLM keeps the model's states at no block's end")
         if speculates:
             raise UnsupportedKv("the states of speculative decoding are not served")
         # A state is what the next token sees of the one before it.

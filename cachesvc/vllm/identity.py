@@ -45,11 +45,6 @@ class EngineIdentity:
         request anew."""
         return len(self.groups) == 1 and self.groups[0].is_whole
 
-    def renewed(self) -> "EngineIdentity":
-        """The same engine with weights that no file tells: its blocks are no other's."""
-        weights = self.scope.weights + os.urandom(16)
-        return replace(self, scope=replace(self.scope, weights=weights))
-
     def roots_of(self, request: Any) -> list[list[PrefixKey]]:
         """For each group, the root of a vLLM request's blocks on each rank.
 
@@ -146,18 +141,13 @@ def _described(config: Any, kv_cache: Any, groups: Sequence[KvGroup]) -> bytes:
     """Everything about this engine that affects the position of a number in a block."""
     import vllm
 
-    try:
-        from vllm.v1.attention.backends.utils import get_kv_cache_layout
-
-        order = str(get_kv_cache_layout())
-    except ImportError:
-        order = ""
     attention = getattr(config, "attention_config", None)
     facts = (
         f"vllm {vllm.__version__}",
         *_specs(kv_cache, groups),
         f"tensor parallel {config.parallel_config.tensor_parallel_size}",
-        f"order {order}",
+        f"order {kv_cache.kv_cache_layout}",
+        f"load {config.load_config.load_format == 'dummy'}",
         f"backend {getattr(attention, 'backend', None)}",
         f"device {device_name()}",
     )

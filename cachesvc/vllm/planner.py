@@ -5,7 +5,7 @@ prompt it holds. The loop waits `WAIT_S` for the answer, which is enough for a l
 it takes longer, vLLM continues and asks again. The workers move the blocks.
 """
 
-import logging
+import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -24,8 +24,6 @@ from tiers.blocks.layout import BlockLayout
 from tiers.errors import MissReason
 from tiers.tier import TierName
 from tiers.transfer.economy import LoadEconomy
-
-logger = logging.getLogger(__name__)
 
 _ORDER = tuple(TierName)
 WAIT_S = 0.005  # for the node's answer, at the first lookup of a prompt
@@ -65,10 +63,6 @@ class _Question:
     answer: "Future[tuple[list[TierName], int]]"
 
 
-def _one_thread() -> Executor:
-    return ThreadPoolExecutor(1, thread_name_prefix="cachesvc-probe")
-
-
 @dataclass(slots=True)
 class Planner:
     """Plans the loads and stores of one engine. `links` reach the node, by layout.
@@ -89,7 +83,7 @@ class Planner:
     may_load_in_step: bool = False
     weigher: Weigher = field(default_factory=lambda: Weigher(LoadEconomy()))
     saves: Saves = field(init=False)
-    _asking: Executor = field(default_factory=_one_thread)
+    _asking: Executor = field(default_factory=lambda: ThreadPoolExecutor(1, "cachesvc-probe"))
     _asked: dict[str, _Question] = field(default_factory=dict)
     _matches: dict[str, _Match] = field(default_factory=dict)
     _hits: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -213,7 +207,7 @@ class Planner:
         match = self._matches.pop(request.request_id, None)
         self._begun.add(request.request_id)
         self._step_blocks.update(*blocks)
-        if _is_stored(request):
+        if _has_identity(request) and tag_of(request).get("store", True):
             chains = match.chains if match is not None else None
             self.saves.admitted(request, chains or RequestChains.of(self.identity, request))
         if match is not None and match.num_slower:
@@ -315,11 +309,11 @@ class Planner:
     def renew(self) -> None:
         """Nobody's blocks are hits from now on, and what is stored is no hit for another engine:
         the weights may be others than those in the files."""
-        self.identity = self.identity.renewed()
+        weights = self.identity.scope.weights + os.urandom(16)  # no other engine's
+        self.identity = replace(self.identity, scope=replace(self.identity.scope, weights=weights))
         self._asked.clear()
         self._matches.clear()
         self.saves.forget_all()
-        logger.warning("cachesvc: vLLM's caches were reset; until it restarts, it shares no blocks")
 
     def close(self) -> None:
         """Stops the lookup thread."""
@@ -348,7 +342,3 @@ def _has_identity(request: Any) -> bool:
     if request.lora_request is not None and adapter_of(request.lora_request) is None:
         return False
     return request.prompt_token_ids is not None and request.prompt_embeds is None
-
-
-def _is_stored(request: Any) -> bool:
-    return _has_identity(request) and bool(tag_of(request).get("store", True))

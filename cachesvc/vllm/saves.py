@@ -119,7 +119,8 @@ class Saves:
         for number, group in enumerate(self._identity.groups):
             if group.is_whole:
                 blocks = numbers[group.number]
-                end = min(computed // group.block_size, len(blocks), _first_null(blocks))
+                null = [*blocks, 0].index(0)  # the number of those that vLLM has freed
+                end = min(computed // group.block_size, null)
                 end = self._room_for(blocks[:end])
                 self._pin(blocks[:end])
                 self._waiting.update(blocks[:end])
@@ -292,8 +293,3 @@ def _piece(chains: RequestChains, number: int, blocks: Mapping[int, int]) -> Gro
 def _computed(request: Any) -> int:
     """Tokens whose KV is there: without those of steps under way."""
     return int(request.num_computed_tokens) - int(getattr(request, "num_in_flight_tokens", 0))
-
-
-def _first_null(blocks: Sequence[int]) -> int:
-    """The first index whose block vLLM has freed; its number is 0."""
-    return next((place for place, number in enumerate(blocks) if number == 0), len(blocks))

@@ -55,40 +55,6 @@ LOOKUP_S = 2.0  # then a key that the disk does not answer for is a miss
 FLUSH_S = 5.0  # between writings of what was stored, so that it outlives a power cut
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """What a configuration says of this tier. `scope` tells engines apart whose KV differs for
-    other reasons than the files of the model, such as `--hf-overrides`."""
-
-    dir: Path
-    capacity_bytes: int
-    scope: str = ""
-    compress: bool = True
-    enable_kv_events: bool = False
-
-    @classmethod
-    def of(cls, given: Mapping[str, Any]) -> "Options":
-        """Raises ValueError for what is missing, unknown or no size."""
-        if "node" in given:
-            raise ValueError(
-                "the cachesvc tier keeps a dir and uses no node; engines that share blocks through "
-                "a `cachesvc node` have CachesvcConnector in place of OffloadingConnector"
-            )
-        check_options(
-            given,
-            needed=("dir", "bytes"),
-            known=("scope", "compress", "enable_kv_events"),
-            example='{"type": "cachesvc", "dir": "/nvme/kv", "bytes": "1TiB"}',
-        )
-        return cls(
-            dir=Path(given["dir"]).expanduser(),
-            capacity_bytes=parse_size(given["bytes"]),
-            scope=str(given.get("scope", "")),
-            compress=given.get("compress", True),
-            enable_kv_events=given.get("enable_kv_events", False),
-        )
-
-
 class Moved(NamedTuple):
     """The keys of a job that were read or written, and the seconds that it took."""
 
@@ -132,13 +98,15 @@ class CachesvcTier(SecondaryTierManager):  # type: ignore[misc]
         """Raises ValueError for options that cannot be used, and TierError for a folder."""
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self.locality = Locality.LOCAL
-        asked = Options.of(options)
+        check(options)
         config = offloading_spec.config
         layout = opaque_layout(self.block_size_bytes, config.model.dtype)
-        self._root = scope_of(config, layout, asked.scope).root()
+        self._root = scope_of(config, layout, str(options.get("scope", ""))).root()
         self._view = primary_kv_view.cast("B")
-        self._disk = open_folder(asked.dir, asked.capacity_bytes, layout, compresses=asked.compress)
-        self._tells = asked.enable_kv_events
+        folder, num_bytes = Path(options["dir"]).expanduser(), parse_size(options["bytes"])
+        compresses: bool = options.get("compress", True)
+        self._disk = open_folder(folder, num_bytes, layout, compresses=compresses)
+        self._tells: bool = options.get("enable_kv_events", False)
         self._events: deque[OffloadingEvent] = deque()
         self._stored: dict[PrefixKey, bytes] = {}  # of this run, to tell what leaves
         self._running: dict[int, Running] = {}
@@ -278,6 +246,21 @@ class CachesvcTier(SecondaryTierManager):  # type: ignore[misc]
             transfer_time=max((each.seconds for each in outcomes), default=0.0),
             transfer_bytes=len(done) * self.block_size_bytes,
         )
+
+
+def check(options: Mapping[str, Any]) -> None:
+    """Raises ValueError for what is missing or unknown in a configuration of this tier."""
+    if "node" in options:
+        raise ValueError(
+            "the cachesvc tier keeps a dir and uses no node; engines that share blocks through "
+            "a `cachesvc node` have CachesvcConnector in place of OffloadingConnector"
+        )
+    check_options(
+        options,
+        needed=("dir", "bytes"),
+        known=("scope", "compress", "enable_kv_events"),
+        example='{"type": "cachesvc", "dir": "/nvme/kv", "bytes": "1TiB"}',
+    )
 
 
 def scope_of(config: Any, layout: BlockLayout, extra: str) -> CacheScope:

@@ -523,6 +523,26 @@ def test_blocks_of_a_request_that_is_preempted_are_given_up(planning):
     assert not any(pool.users)
 
 
+def test_after_a_reset_nothing_from_before_is_a_hit_and_nothing_begun_before_is_stored(
+    planning, link
+):
+    """vLLM's weights may be others than its files' from then on, as in reinforcement learning."""
+    planner = planning(WHOLE, WINDOW, link=link)
+    pool, running, slow = pool_of(planner), request(), request(name="slow")
+    planner.allocated(running, [[1, 2], [11, 12]], 0)
+    step(planner, running, [[1, 2], [11, 12]], 0, 2)
+    link.may_answer.clear()
+    planner.wait_s = 0
+    assert planner.match(slow, 0) is None
+    planner.renew()
+    link.may_answer.set()
+    planner.finished(running, [[1, 2], [11, 12]])
+    assert ((), ()) == planner.take() and not any(pool.users)
+    before = {ids[0].scope for ids in link.asked}
+    assert matched(planner, slow)
+    assert before.isdisjoint(ids[0].scope for ids in link.asked[-2:])
+
+
 @pytest.mark.parametrize(
     "field",
     ["pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"],
@@ -544,23 +564,3 @@ def test_of_several_revisions_in_the_hubs_cache_none_is_guessed(tmp_path, monkey
     (tmp_path / "models--o--m" / "snapshots" / "two").mkdir()
     with pytest.raises(UnsupportedKv, match="several revisions of o/m"):
         weights_digest("o/m", None, is_sole=True)
-
-
-def test_after_a_reset_nothing_from_before_is_a_hit_and_nothing_begun_before_is_stored(
-    planning, link
-):
-    """vLLM's weights may be others than its files' from then on, as in reinforcement learning."""
-    planner = planning(WHOLE, WINDOW, link=link)
-    pool, running, slow = pool_of(planner), request(), request(name="slow")
-    planner.allocated(running, [[1, 2], [11, 12]], 0)
-    step(planner, running, [[1, 2], [11, 12]], 0, 2)
-    link.may_answer.clear()
-    planner.wait_s = 0
-    assert planner.match(slow, 0) is None
-    planner.renew()
-    link.may_answer.set()
-    planner.finished(running, [[1, 2], [11, 12]])
-    assert ((), ()) == planner.take() and not any(pool.users)
-    before = {ids[0].scope for ids in link.asked}
-    assert matched(planner, slow)
-    assert before.isdisjoint(ids[0].scope for ids in link.asked[-2:])

@@ -10,27 +10,21 @@ import signal
 import sys
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import torch
 from vllm import platforms
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.platforms.cpu import CpuPlatform
-from vllm.v1.kv_offload.base import (
-    LookupResult,
-    Medium,
-    ReqContext,
-    ScheduleEndContext,
-    make_offload_key,
-)
-from vllm.v1.kv_offload.config import (
-    OffloadingCacheConfig,
-    OffloadingConfig,
-    OffloadingGroupConfig,
-    OffloadingModelConfig,
-    OffloadingParallelConfig,
-)
+from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
+from vllm.v1.kv_offload import base
+from vllm.v1.kv_offload import config as offloading
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
+from cachesvc.vllm.connector import CachesvcConnector
 from cachesvc.vllm.plugin import register
 
 CHUNK_BYTES = 1 << 20
@@ -38,22 +32,24 @@ HOST_CHUNKS = 64
 PATIENCE_S = 60
 
 
-def config(model: str, tier: dict[str, Any], dtype: str, tp_size: int) -> OffloadingConfig:
+def config(
+    model: str, tier: dict[str, Any], dtype: str, tp_size: int
+) -> offloading.OffloadingConfig:
     extra = {"cpu_bytes_to_use": HOST_CHUNKS * CHUNK_BYTES, "secondary_tiers": [tier]}
-    return OffloadingConfig(
-        groups=(OffloadingGroupConfig(16, ("layer",), 0),),
+    return offloading.OffloadingConfig(
+        groups=(offloading.OffloadingGroupConfig(16, ("layer",), 0),),
         worker_kv_bytes_per_block=CHUNK_BYTES,
         enable_kv_cache_events=True,
         extra_config=extra,
         engine_id=f"test-{os.getpid()}-{time.monotonic_ns()}",
-        model=OffloadingModelConfig(model, dtype),
-        cache=OffloadingCacheConfig(16, 1),
-        parallel=OffloadingParallelConfig(0, 1, tp_size, 1, 1, 1, 0, 1, None, True),
+        model=offloading.OffloadingModelConfig(model, dtype),
+        cache=offloading.OffloadingCacheConfig(16, 1),
+        parallel=offloading.OffloadingParallelConfig(0, 1, tp_size, 1, 1, 1, 0, 1, None, True),
     )
 
 
 def key_of(number: int) -> Any:
-    return make_offload_key(hashlib.sha256(number.to_bytes(8, "big")).digest(), 0)
+    return base.make_offload_key(hashlib.sha256(number.to_bytes(8, "big")).digest(), 0)
 
 
 def chunk_of(number: int) -> Any:
@@ -74,26 +70,26 @@ class Offload:
         self.num_requests = 0
         self.events: list[tuple[bool, int]] = []
 
-    def request(self) -> ReqContext:
+    def request(self) -> base.ReqContext:
         self.num_requests += 1
-        context = ReqContext(f"request-{self.num_requests}")
+        context = base.ReqContext(f"request-{self.num_requests}")
         self.manager.on_new_request(context)
         return context
 
     def step(self) -> None:
-        self.manager.on_schedule_end(ScheduleEndContext((), ()))
+        self.manager.on_schedule_end(base.ScheduleEndContext((), ()))
         for event in self.manager.take_events():
-            if event.medium is Medium.STORAGE:
+            if event.medium is base.Medium.STORAGE:
                 self.events.append((event.removed, len(event.keys)))
         time.sleep(0.001)
 
-    def look(self, numbers: range, context: ReqContext) -> list[int]:
+    def look(self, numbers: range, context: base.ReqContext) -> list[int]:
         """Those of the chunks that are hits, once no answer is pending."""
         until_s = time.monotonic() + PATIENCE_S
         while time.monotonic() < until_s:
             found = {number: self.manager.lookup(key_of(number), context) for number in numbers}
-            if not {LookupResult.RETRY, LookupResult.HIT_PENDING} & {*found.values()}:
-                return [number for number in numbers if found[number] is LookupResult.HIT]
+            if not {base.LookupResult.RETRY, base.LookupResult.HIT_PENDING} & {*found.values()}:
+                return [number for number in numbers if found[number] is base.LookupResult.HIT]
             self.step()
         raise AssertionError("a lookup has no end")
 
@@ -168,7 +164,35 @@ class Offload:
         return {"events": self.events}
 
 
+def connect(
+    model: str, even: bool = True, order: str = "LBHNC", load: str = "auto", **told: Any
+) -> dict[str, str]:
+    """What the connector says of such an engine in a worker: why it is refused, or its layout."""
+    prefixes = told.pop("prefixes", True)
+    layer = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=64, dtype=torch.float32)
+    spec = layer if even else UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"a": layer})
+    group = SimpleNamespace(kv_cache_spec=spec, layer_names=["a"])
+    config = SimpleNamespace(
+        kv_transfer_config=KVTransferConfig(**told),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1),
+        cache_config=SimpleNamespace(enable_prefix_caching=prefixes),
+        model_config=SimpleNamespace(model=model, revision=None, compute_hash=str),
+        load_config=SimpleNamespace(load_format=load),
+        speculative_config=None,
+    )
+    try:
+        kept = SimpleNamespace(kv_cache_groups=[group], kv_cache_layout=order)
+        made = CachesvcConnector(config, KVConnectorRole.WORKER, kept)
+    except ValueError as error:
+        return {"error": str(error)}
+    if made._carrier is None:
+        return {"error": "nothing is cached"}
+    return {"layout": made._carrier._identity.scope.layout.hex()}
+
+
 def answer(offload: Offload | None, do: str, asked: dict[str, Any]) -> tuple[Offload | None, Any]:
+    if do == "connect":
+        return offload, connect(**asked)
     if do == "open":
         try:
             return Offload(**asked), {}

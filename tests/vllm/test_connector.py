@@ -12,18 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from redis import Redis
-from transformers import (
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    GptOssConfig,
-    GptOssForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    Qwen3NextConfig,
-    Qwen3NextForCausalLM,
-)
 
 from tests.redis_server import redis_server
 from tests.support.threads import beside
@@ -44,13 +34,13 @@ EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2}
 
 
 def llama():
-    return LlamaForCausalLM(LlamaConfig(**COMMON, head_dim=32))
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**COMMON, head_dim=32))
 
 
 def gemma3():
     kinds = ["sliding_attention"] * 3 + ["full_attention"]
-    return Gemma3ForCausalLM(
-        Gemma3TextConfig(**COMMON, head_dim=32, sliding_window=256, layer_types=kinds)
+    return transformers.Gemma3ForCausalLM(
+        transformers.Gemma3TextConfig(**COMMON, head_dim=32, sliding_window=256, layer_types=kinds)
     )
 
 
@@ -59,24 +49,30 @@ def gpt_oss():
     rope |= {"beta_slow": 1.0, "original_max_position_embeddings": 2048, "truncate": False}
     more = {"num_local_experts": 4, "rope_parameters": rope, **EXPERTS}
     kinds = ["sliding_attention", "full_attention"] * 2
-    return GptOssForCausalLM(
-        GptOssConfig(**COMMON, **more, head_dim=32, sliding_window=128, layer_types=kinds)
+    return transformers.GptOssForCausalLM(
+        transformers.GptOssConfig(
+            **COMMON, **more, head_dim=32, sliding_window=128, layer_types=kinds
+        )
     )
 
 
 def qwen3_next():
     heads = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "head_dim": 64}
     dims = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
-    experts = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64} | EXPERTS
+    experts = {
+        "num_experts": 4,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 64,
+    } | EXPERTS
     kinds = ["linear_attention"] * 3 + ["full_attention"]
-    return Qwen3NextForCausalLM(
-        Qwen3NextConfig(**COMMON, **heads, **dims, **experts, num_experts=4, layer_types=kinds)
+    return transformers.Qwen3NextForCausalLM(
+        transformers.Qwen3NextConfig(**COMMON, **heads, **dims, **experts, layer_types=kinds)
     )
 
 
 # dtype and the most tokens that a block has. vLLM's CPU build has one dtype for Qwen3-Next. vLLM
 # computes 640 tokens in a step, so a state in the middle of a prompt is that at the end of a step.
-MODELS: dict[str, tuple[Callable[[], PreTrainedModel], str, int]] = {
+MODELS: dict[str, tuple[Callable[[], transformers.PreTrainedModel], str, int]] = {
     "llama": (llama, "float32", 128),
     "gemma3": (gemma3, "float32", 128),
     "gpt_oss": (gpt_oss, "float32", 128),

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.vllm.processes import NEXT, PYTHON, Offloading
+from tests.vllm.processes import NEXT, PYTHON, Offloading, connector
 
 pytestmark = pytest.mark.vllm
 COUNT = 32
@@ -175,6 +175,29 @@ def test_options_that_cannot_be_used_are_refused_by_name(vllm, weights, tmp_path
     assert told in vllm("open", model=str(weights), tier=options)["error"]
     nothing = vllm("open", model=str(tmp_path), tier=options | {"bytes": "1GiB"})
     assert "error" in nothing
+
+
+@pytest.mark.parametrize(
+    ("engine", "told"),
+    [
+        ({"kv_role": "kv_consumer"}, '"kv_role": "kv_both"'),
+        ({"kv_load_failure_policy": "fail"}, '"kv_load_failure_policy": "recompute"'),
+        ({"even": False}, "(UniformTypeKVCacheSpecs)"),
+        ({"prefixes": False}, "nothing is cached"),
+    ],
+)
+def test_an_engine_that_the_connector_cannot_serve_is_refused_by_name(vllm, weights, engine, told):
+    config = connector("/run/node.sock") | {"model": str(weights)} | engine
+    assert told in vllm("connect", **config)["error"]
+
+
+def test_the_connector_tells_orders_of_a_block_and_weights_that_no_file_has_apart(vllm, weights):
+    config = connector("/run/node.sock") | {"model": str(weights)}
+    one, *others = (
+        vllm("connect", **config, **more)["layout"]
+        for more in ({}, {"order": "LBNHC"}, {"load": "dummy"}, {"load": "safetensors"})
+    )
+    assert [False, False, True] == [one == other for other in others]
 
 
 def test_vllm_finds_the_connector_and_the_tier_by_the_entry_point():
