@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cachesvc.observability.table import MetricSample, node_samples
+from tests.patience import until
 from tests.support.faulty_storage import FaultyStorage, disk_full
 from tests.support.threads import beside
 from tiers.blocks.keys import CacheScope, block_ids, token_bytes
@@ -32,7 +33,6 @@ from tiers.tier import TierName
 
 LAYOUT = engine_layout(2, 256, 4, "float32")
 ROOT = CacheScope(weights=b"w").root()
-
 
 HUGE = (
     b'{"version": 3, "layout": {"num_layers": 4096, "block_size": 99999, '
@@ -323,3 +323,14 @@ def test_one_connection_holds_at_most_half_of_the_memory(node, path):
         assert [TierName.HOST] * 3 == other.probe(prompt(2))
         greedy.release(leased)
         assert 3 == len(greedy.lease(prompt(2)))
+
+
+def test_no_thread_of_a_node_gives_way_to_other_processes(path, tmp_path):
+    """It may have the GIL when it waits for a processor: whoever asks the node would wait too."""
+    with serving(path, **below(tmp_path)), joined(path) as client:
+        write(client, prompt(1))
+        until(lambda: not client.stats()["pools"][0]["is_writing"])
+        threads = threading.enumerate()
+        niceness = {each.name: os.getpriority(os.PRIO_PROCESS, each.native_id) for each in threads}
+    assert {"cachesvc-disk-write", "cachesvc-touch"} <= niceness.keys()
+    assert {os.getpriority(os.PRIO_PROCESS, 0)} == set(niceness.values())

@@ -139,7 +139,8 @@ class NodePools:
         mover = None
         if below is not None:
             mover = Mover(below, on_done=self._wake)
-            mover.start()
+            # Beside busy processes a nicer thread keeps the GIL for long, and the node's answers.
+            mover.start(writer_niceness=0)
         pool = Pool(
             create(layout, num_frames), self.capacity, mover, wake=self._wake, stream=self._stream
         )

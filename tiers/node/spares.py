@@ -11,7 +11,6 @@ from queue import SimpleQueue
 
 from tiers.blocks.lazy_memory import populate
 from tiers.node.arena import SharedArena
-from tiers.transfer.niceness import be_nice
 
 logger = logging.getLogger(__name__)
 
@@ -19,7 +18,8 @@ REST_S = 0.5  # after a load: who asked for it computes now, and needs the proce
 
 
 class SpareFrames:
-    """Keeps an arena's spare frames touched, one after the other on a thread of its own."""
+    """Keeps an arena's spare frames touched, one after the other on a thread of its own. It is no
+    nicer than the node's, which would wait for it: it may have the GIL."""
 
     def __init__(
         self,
@@ -65,7 +65,6 @@ class SpareFrames:
         self._thread.join()
 
     def _serve(self) -> None:
-        be_nice(19)
         while (number := self._asked.get()) is not None:
             memory = self._arena.memory
             start = memory.rows.data_ptr() + number * memory.stride

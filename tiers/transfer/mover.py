@@ -177,10 +177,10 @@ class Mover:
         """The name of the tier directly below memory."""
         return self._tier.name
 
-    def start(self) -> None:
+    def start(self, *, writer_niceness: int = 10) -> None:
         for number in range(self.num_readers):
             self._spawn(self._loads, f"cachesvc-disk-read-{number}", niceness=0)
-        self._spawn(self._stores, "cachesvc-disk-write", niceness=10)
+        self._spawn(self._stores, "cachesvc-disk-write", niceness=writer_niceness)
 
     def close(self) -> None:
         """Finish every accepted job and end the threads."""
