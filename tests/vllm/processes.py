@@ -6,7 +6,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from contextlib import closing, suppress
 from pathlib import Path
 
@@ -107,12 +106,7 @@ class Engine:
 
     def forget(self, **more):
         """Empty vLLM's own prefix cache; its blocks may still be on their way to the node."""
-        for _ in range(100):
-            self.tell("reset", **more)
-            if self._read():
-                return
-            time.sleep(0.1)
-        raise AssertionError("vLLM did not give its blocks back")
+        until(lambda: self.tell("reset", **more) or self._read())
 
     def kill(self):
         """kill -9, its workers included: none of them may clean up."""
@@ -240,8 +234,7 @@ class RunningNode:
         return dict(pool)
 
     def until_on_disk(self):
-        while any(pool["is_writing"] for pool in self.stats()["pools"]):
-            time.sleep(0.05)
+        until(lambda: not any(pool["is_writing"] for pool in self.stats()["pools"]))
 
     def stop(self):
         self._end(signal.SIGTERM)

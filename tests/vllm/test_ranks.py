@@ -3,14 +3,13 @@ and a purge that reach every part. MLA's latents are the same on both, and are s
 
 import time
 from contextlib import closing
-from itertools import count
 
 import pytest
 from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
 
 from cachesvc.server.vllm.node_operations import NodeOperations
+from cachesvc.vllm.link import RETRY_S
 from cachesvc.vllm.reports import Reports
-from tests.patience import until
 from tests.vllm.processes import Engine, RunningNode, connector
 from tests.vllm.test_connector import COMMON, EXPERTS, block_size, llama, prompt, saved
 from tiers.blocks.chain import Chain
@@ -52,18 +51,17 @@ def test_two_ranks_are_one_engine_to_hits_pins_and_purges(make, num_parts, tmp_p
         told = connector(node.socket, weigh_loads=False, reports=str(reports.path))
         engine = Engine(folder, None, tmp_path / "ours.log", kv_transfer_config=told, **options)
 
-        seeds, joined = count(3), lambda: node.stats()["num_clients"]
-
         def ask(ids, tokens, tier):
             whole = (len(ids) - 1) // block_size(node) * block_size(node)
-            for wanted in (tier, "host", "host"):
+            for again in range(3):
                 engine.forget()
                 node.until_on_disk()
                 (answer,) = engine.generate(ids)
-                hits = {wanted: whole} if tier else {}
+                found = "host" if again and "host" in answer["hits"] else tier  # loaded meanwhile
                 if answer["hits"] or not tier:
-                    break  # else a node that waits for the processors came late: once more
-            assert (tokens, hits) == (answer["tokens"], answer["hits"])
+                    break
+                time.sleep(RETRY_S)  # its answer was late, and the engine leaves the node so long
+            assert (tokens, {found: whole} if tier else {}) == (answer["tokens"], answer["hits"])
             return whole // block_size(node)
 
         try:
@@ -88,7 +86,6 @@ def test_two_ranks_are_one_engine_to_hits_pins_and_purges(make, num_parts, tmp_p
                 operations.saved().result(120)
                 node.stop()
                 node.start()
-                until(lambda: engine.generate(prompt(next(seeds), 200)) and joined() > 1)
                 ask(PROMPT, expected, "disk")
                 purged = operations.purge([root]).result(120)
                 assert 0 == purged.num_left == node.pool()["num_blocks"]
