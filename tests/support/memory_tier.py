@@ -251,7 +251,7 @@ class SteppedMover(Mover):
         self._jobs: list[Job] = []
         self._untold: list[Job] = []
 
-    def start(self) -> None:
+    def start(self, *, writer_niceness: int = 10) -> None:
         pass
 
     def close(self) -> None:
