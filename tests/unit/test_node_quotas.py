@@ -82,6 +82,7 @@ def test_a_node_keeps_quotas_in_memory_and_on_disk_and_over_its_restart(tmp_path
         told = {(each["tier"], each["group"]): each for each in client.stats()["groups"]}
         assert 10 * STRIDE == told["host", "tenant:a"]["used_bytes"]
         assert 10 * LAYOUT.nbytes <= told["disk", "tenant:a"]["used_bytes"]
+        assert 230_000 < told["disk", "tenant:a"]["share_bytes"] < 240_000, "half of its records"
         assert told["host", "common"]["used_bytes"] > told["host", "common"]["share_bytes"]
         for number in range(100):  # it holds on the disk as well
             store(client, prompt("c", number), noise)
