@@ -8,12 +8,13 @@ Redirects are not followed, cookies not kept, and the environment's proxies not 
 import io
 import logging
 import math
+import socket
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
-from types import SimpleNamespace
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -111,8 +112,7 @@ class EngineCall:
 
 
 class HttpAnswer:
-    """A response with its headers, whose names are case-insensitive. Reading it raises
-    RemoteFault."""
+    """A response. Its headers' names are case-insensitive. Reading it raises RemoteFault."""
 
     def __init__(self, asked: EngineCall, response: aiohttp.ClientResponse) -> None:
         self.status = response.status
@@ -199,23 +199,14 @@ class EngineHttp:
         """A response with its headers, whatever its status. Its connection is closed at the end of
         the block. `sent` is called once all of the body is written."""
         asked = EngineCall(f"{self.url}{path}", self._key)
-        rest = len(body or b"")
-
-        def count(num_bytes: int) -> None:
-            nonlocal rest
-            rest -= num_bytes
-            if not rest:
-                sent()
-
         with asked.faults():
             response = await self._opened().request(
                 method,
                 self._base + path.removeprefix(self._cut),
-                data=None if body is None else io.BytesIO(body),
+                data=None if body is None else _Body(body, sent),
                 headers={"content-type": "application/json", **(headers or {})},
                 allow_redirects=False,
                 timeout=aiohttp.ClientTimeout(self._whole_s, CONNECT_S, SILENCE_S, CONNECT_S),
-                trace_request_ctx=count,
             )
         try:
             yield HttpAnswer(asked, response)
@@ -227,21 +218,17 @@ class EngineHttp:
     ) -> AsyncGenerator[dict[str, Any]]:
         """The events of a stream, up to its `[DONE]`, or the answer that comes whole."""
         async with self.request("POST", path, orjson.dumps(body), sent=sent) as answer:
-            asked = answer.asked
             if answer.status != 200:
-                raise asked.refusal(answer, await answer.beginning())
+                raise answer.asked.refusal(answer, await answer.beginning())
             if not answer.is_stream:
-                yield asked.event(await answer.whole())
+                yield answer.asked.event(await answer.whole())
                 return
             while lines := await answer.lines():
-                for line in lines:
-                    if not line.startswith(b"data:"):
-                        continue
-                    data = line[5:].strip()
+                for data in (line[5:].strip() for line in lines if line.startswith(b"data:")):
                     if data == b"[DONE]":
                         return
-                    yield asked.event(data)
-            raise asked.fault("its stream ended early", BROKE_OFF)
+                    yield answer.asked.event(data)
+            raise answer.asked.fault("its stream ended early", BROKE_OFF)
 
     async def ask(
         self, method: str, path: str, body: Mapping[str, Any] | None = None
@@ -257,28 +244,39 @@ class EngineHttp:
 
     def _opened(self) -> aiohttp.ClientSession:
         if self._session is None:
-            connector = (
-                aiohttp.TCPConnector(limit=0, force_close=True)
-                if self._socket is None
-                else aiohttp.UnixConnector(self._socket, limit=0, force_close=True)
-            )
-            tracing = aiohttp.TraceConfig()
-            tracing.on_request_chunk_sent.append(_count_sent)
+            path = self._socket
+            connect = _Direct if path is None else partial(aiohttp.UnixConnector, path)
             key = {"authorization": f"Bearer {self._key}"} if self._key else {}
             self._session = aiohttp.ClientSession(
-                connector=connector,
+                connector=connect(limit=0, force_close=True),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 auto_decompress=False,  # a few bytes would become many
                 headers={"accept-encoding": "identity", "user-agent": "cachesvc", **key},
-                trace_configs=[tracing],
             )
         return self._session
 
 
-async def _count_sent(
-    _: aiohttp.ClientSession, about: SimpleNamespace, part: aiohttp.TraceRequestChunkSentParams
-) -> None:
-    about.trace_request_ctx(len(part.chunk))
+class _Direct(aiohttp.TCPConnector):
+    """Connects in one turn of the loop to a name with one address. aiohttp's own way is for several
+    addresses, and takes 0.08 ms more of work."""
+
+    async def _wrap_create_connection(self, *given: Any, addr_infos: Any, **more: Any) -> Any:
+        (family, *_, address), *others = addr_infos
+        if others or family != socket.AF_INET:
+            return await super()._wrap_create_connection(*given, addr_infos=addr_infos, **more)
+        return await self._wrap_existing_connection(*given, *address, **more)
+
+
+class _Body(aiohttp.BytesIOPayload):
+    """Calls `written` once all of it is."""
+
+    def __init__(self, body: bytes, written: Callable[[], None]) -> None:
+        super().__init__(io.BytesIO(body))
+        self._written = written
+
+    async def write_with_length(self, writer: Any, content_length: int | None) -> None:
+        await super().write_with_length(writer, content_length)
+        self._written()
 
 
 def _retry_after(said: str) -> int | None:

@@ -16,6 +16,8 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
 
+import uvloop
+
 from engine.errors import EngineFailed
 from engine.intake import Intake
 from engine.remote.requests import PromptReports, RemoteRequests
@@ -46,7 +48,7 @@ class RemoteEngine:
     ) -> None:
         """`reports` come from a connector; None if the engine runs without it."""
         self._upstreams = Upstreams(upstreams)
-        self._loop = asyncio.new_event_loop()
+        self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="cachesvc-engine", daemon=True)
         self._looking: Future[None] = Future()
         self._operations: CacheOperations | None = None

@@ -2,6 +2,7 @@
 
 import asyncio
 import gzip
+import socket as sockets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -170,6 +171,17 @@ async def test_an_engine_that_is_not_there_cannot_be_reached(tmp_path):
         with pytest.raises(RemoteFault, match="cannot be reached"):
             await ask(gone)
         await gone.close()
+
+
+async def test_a_name_with_several_addresses_is_reached_by_any(monkeypatch):
+    find, addresses = sockets.getaddrinfo, ("127.0.0.2", "127.0.0.1")
+    async with talking(Peer(HEAD + b"content-length: 2\r\n\r\n{}")) as http:
+        monkeypatch.setattr(
+            sockets, "getaddrinfo", lambda _, *how: [x for a in addresses for x in find(a, *how)]
+        )
+        named = EngineHttp(http.url.replace("127.0.0.1", "two.example"))
+        assert (200, {}) == await ask(named)
+        await named.close()
 
 
 async def test_events_come_by_lines_of_either_end_and_comments_are_none():
