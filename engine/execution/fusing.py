@@ -15,18 +15,35 @@ from engine.attention.base import AttentionOptions
 # function. Nobody drops any out while serving. A greatest position chooses between rotary tables.
 _PACKED = "mkldnn::_linear_pointwise"  # of one row alone, other bits than among others
 _BY_ROW_KINDS = ("prim::", "cachesvc::", _PACKED)
-_BY_ROW = frozenset(
-    f"aten::{name}"
-    for name in (
-        *("Int", "add", "cat", "chunk", "contiguous", "copy_", "cos", "div", "dropout", "expand"),
-        *("flatten", "floor_divide", "full_like", "gt", "index", "max", "mul", "neg", "permute"),
-        *("repeat_interleave", "reshape", "select", "sin", "size", "slice", "split", "stack"),
-        *("sub", "tanh", "to", "transpose", "type_as", "unsqueeze", "view", "where"),
-    )
+_CALLS = (
+    "Int add cat chunk contiguous copy_ cos div dropout expand flatten floor_divide full_like gt "
+    "index index_select max mul neg permute repeat_interleave reshape select sin size slice split "
+    "stack sub tanh to transpose type_as unsqueeze view where"
 )
+_BY_ROW = frozenset(f"aten::{name}" for name in _CALLS.split())
+# Of these, a row of the result is one of each tensor of rows.
+_ROW_WISE = {"aten::add", "aten::mul", "cachesvc::linear", "cachesvc::norm"}
+_ROW_WISE |= {"cachesvc::silu_mul", "cachesvc::gelu_mul"}
+_FIXED = ("prim::GetAttr", "prim::Constant")
+NUM_RECORDED = 5  # tokens with which a forward is recorded
 _VECTORS = 32  # numbers that torch computes at once, at most
 _ACTIVATIONS = {"silu_mul": "aten::silu", "gelu_mul": "aten::gelu"}
 _PRODUCT, _TURNED = "aten::mul(%activated, %up)", "aten::mul(%up, %activated)"
+
+
+def _gated(name: str, more: str = "") -> tuple[str, str]:
+    """What multiplies by an activation, and its operator. `more`: what else activating is given."""
+    return (
+        f"""graph(%gate, %up{more}):
+  %activated = aten::{name}(%gate{more})
+  %product = {_PRODUCT}
+  return (%product)""",
+        f"""graph(%gate, %up{more}):
+  %product = cachesvc::{name}_mul(%gate, %up)
+  return (%product)""",
+    )
+
+
 # What is replaced, and by what. Norms are without their weight, which models apply differently.
 # Constants are inputs of a pattern, because torch compares none that have other uses. If one were
 # not as usual, the logits of the check would be others (`engine.execution.traced`).
@@ -43,24 +60,8 @@ _PATTERNS = {
   %normed = cachesvc::norm(%x, %eps)
   return (%normed)""",
     ),
-    "silu_mul": (
-        """graph(%gate, %up):
-  %activated = aten::silu(%gate)
-  %product = aten::mul(%activated, %up)
-  return (%product)""",
-        """graph(%gate, %up):
-  %product = cachesvc::silu_mul(%gate, %up)
-  return (%product)""",
-    ),
-    "gelu_mul": (
-        """graph(%gate, %up, %kind):
-  %activated = aten::gelu(%gate, %kind)
-  %product = aten::mul(%activated, %up)
-  return (%product)""",
-        """graph(%gate, %up, %kind):
-  %product = cachesvc::gelu_mul(%gate, %up)
-  return (%product)""",
-    ),
+    "silu_mul": _gated("silu"),
+    "gelu_mul": _gated("gelu", ", %kind"),
     "rotate": (
         """graph(%x, %cos, %sin, %half, %zero, %dim, %all, %one, %last):
   %straight = aten::mul(%x, %cos)
@@ -128,9 +129,32 @@ def fuse(graph: Any) -> None:
     torch._C._jit_pass_dce(graph)
 
 
-def num_fused(graph: Any) -> int:
-    """How many calls of those operators a flat graph has."""
-    return sum(len(graph.findAllNodes(f"cachesvc::{name}")) for name in _PATTERNS)
+def leave_rows(graph: Any) -> bool:
+    """Compute only those rows of the layers' output that the graph's last input names, as far back
+    as nothing else needs others: in the last layer, after attention. Returns whether that is so."""
+    kept, (_, states) = [*graph.inputs()][-1], graph.return_node().inputsAt(0).node().inputs()
+    nodes = [each for each in graph.nodes() if each.kind() in _ROW_WISE and _is_by_row(each)]
+    few = {states.debugName()} & {each.output().debugName() for each in nodes}
+    for node in reversed(nodes):
+        users = [use.user for use in node.output().uses()]
+        if all(each.kind() in _ROW_WISE and each.output().debugName() in few for each in users):
+            few.add(node.output().debugName())
+    for node in (each for each in nodes if each.output().debugName() in few):
+        for place, value in enumerate(node.inputs()):
+            if value.node().kind() not in _FIXED and value.debugName() not in few:
+                graph.setInsertPoint(node)
+                given = [value, graph.insertConstant(1), kept]
+                picked = graph.insertNode(graph.create("aten::index_select", given, 1))
+                node.replaceInput(place, picked.output())
+    return states.debugName() in few
+
+
+def _is_by_row(node: Any) -> bool:
+    """Whether what a node puts out, and is given but for weights, has a row for each token."""
+    given = [value for value in node.inputs() if value.node().kind() not in _FIXED]
+    types = [value.type() for value in (*given, node.output())]
+    sizes = [each.sizes() if isinstance(each, torch._C.TensorType) else None for each in types]
+    return all(each and each[:2] == [1, NUM_RECORDED] and len(each) == 3 for each in sizes)
 
 
 def activates_by_row(graph: Any) -> bool:

@@ -277,29 +277,23 @@ class ModelRunner:
             keep = upload(rows, self._device)
             logits = self._logits(keep, arguments)[0, : len(wanted)].float()
         else:
-            self._layers(arguments)
+            self._layers(arguments, every_row=False)
         self._adapters.finish()
         return logits, prompt_logprobs
 
-    def _layers(self, arguments: dict[str, Any]) -> Any:
-        """What the layers put out."""
+    def _layers(self, arguments: dict[str, Any], *, every_row: bool) -> Any:
+        """What the layers put out, of all rows if it is `every_row`."""
         if self._traced is None or self._adapters.in_use:
             return self._model.base_model(**arguments)
-        return self._recorded(self._traced, arguments["position_ids"].new_empty(0), arguments)[1]
+        none = arguments["position_ids"].new_empty(0)
+        return self._traced(none, every_row=every_row, **arguments)[1]
 
     def _logits(self, keep: torch.Tensor, arguments: dict[str, Any]) -> torch.Tensor:
         """Logits [1, K, vocabulary] after the rows `keep` [K]."""
         if self._traced is None or self._adapters.in_use:
             logits: torch.Tensor = self._model(logits_to_keep=keep, **arguments).logits
             return logits
-        return self._recorded(self._traced, keep, arguments)[0]
-
-    def _recorded(
-        self, traced: TracedForward, keep: torch.Tensor, arguments: dict[str, Any]
-    ) -> tuple[torch.Tensor, Any]:
-        return traced(
-            self._attention, arguments["position_ids"], keep, tokens=arguments["input_ids"]
-        )
+        return self._traced(keep, **arguments)[0]
 
     def _heads(
         self,
@@ -321,7 +315,7 @@ class ModelRunner:
                 rows += range(start, start + len(span.targets))
                 targets += span.targets.tolist()
                 counts += [span.params.prompt_logprobs or 0] * len(span.targets)
-        states = self._layers(arguments)
+        states = self._layers(arguments, every_row=True)
         prompt_logprobs: list[TokenLogprob] = []
         step = max(MIN_ROWS, LOGITS_BYTES // (4 * self._vocab_size))
         for at in range(0, len(rows), step):
@@ -347,13 +341,13 @@ class ModelRunner:
     def _decode_logits(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Logits [R, vocabulary] in float32 after each row. `attention` knows their sequences."""
         self._adapters.begin((), tokens.shape[1])
+        given: dict[str, Any]
+        given = {"input_ids": tokens, "position_ids": positions, "paged": self._attention}
         if self._traced is None or not self._captures or self._adapters.in_use:
-            logits = self._model(
-                input_ids=tokens, position_ids=positions, use_cache=False, paged=self._attention
-            ).logits
+            logits = self._model(use_cache=False, **given).logits
         else:
             keep = torch.arange(tokens.shape[1], device=tokens.device)
-            logits, _ = self._traced(self._attention, positions, keep, tokens=tokens)
+            logits, _ = self._traced(keep, **given)
         self._adapters.finish()
         rows: torch.Tensor = logits[0].float()
         return rows

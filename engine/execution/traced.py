@@ -6,9 +6,9 @@ is recorded once, when the engine warms up, and is then one call, on a CPU with 
 (`engine.attention.inside`). On a GPU it launches a prompt's kernels, which Python would do in 35 to
 50 ms.
 
-The graph makes the same calls in the same order, so it computes the same bits. This is checked
-before it serves. A model that cannot be recorded uses its own forward, for example one that
-branches on a tensor's contents or that keeps states. Engine thread only.
+The graph makes the same calls in the same order, in the end for needed rows alone, so it computes
+the same bits. This is checked before it serves. A model that cannot be recorded uses its own
+forward, for example one that branches on a tensor's contents or keeps states. Engine thread only.
 """
 
 import logging
@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from engine.attention.base import AttentionCall, AttentionOptions, PagedAttention, attend_dense
 from engine.attention.cpu import CpuAttention
 from engine.attention.inside import InsideAttention
-from engine.execution.fusing import activates_by_row, computes_one_row, flatten, fuse, num_fused
+from engine.execution import fusing
 from engine.torchscript import undeprecated, unoptimized
 
 logger = logging.getLogger(__name__)
@@ -49,10 +49,6 @@ for _device in ("CPU", "CUDA"):
 
 class Untraceable(Exception):
     """A model's forward cannot be recorded. The message says why."""
-
-
-class OtherBits(Untraceable):
-    """A recorded forward computes others than the model's own."""
 
 
 class _Handed:
@@ -121,7 +117,8 @@ def _watched(model: Any) -> Iterator[list[Any]]:
 
 
 class _Forward(nn.Module):
-    """The part that is recorded: from embedded tokens to logits, and to what the layers put out."""
+    """The part that is recorded: from embedded tokens to logits, and to what the layers put out.
+    The last input is for `fusing.leave_rows`."""
 
     def __init__(self, model: nn.Module, paged: _Handed) -> None:
         super().__init__()
@@ -134,7 +131,7 @@ class _Forward(nn.Module):
         self._paged = paged
 
     def forward(
-        self, rows: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor
+        self, rows: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor, _kept: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         [model] = self._model
         with _watched(model) as outputs:
@@ -157,16 +154,22 @@ class TracedForward:
     def __init__(self, model: Any, *, fused: bool = False) -> None:
         self._embed = model.get_input_embeddings()
         self._device = self._embed.weight.device
-        self.num_operators = 0  # of calls of compiled operators, beside attention's
         self.activates_by_row = False  # whether it calls none of torch's activations
+        self.leaves_rows = False  # whether it computes in the end only the rows that are asked for
         self.computes_one_row = False  # whether a row alone has the bits that it has among others
         try:
             with torch.inference_mode():
                 self._graph = self._record(model)
-                flatten(self._graph.graph, self._graph.inside, self._handed.options)
+                graph = self._graph.graph
+                fusing.flatten(graph, self._graph.inside, self._handed.options)
                 if fused:
-                    fuse(self._graph.graph)
-                self._verify(model, fused=fused)
+                    fusing.fuse(graph)
+                    self.activates_by_row = fusing.activates_by_row(graph)
+                    self.leaves_rows = self.activates_by_row and fusing.leave_rows(graph)
+                for number, first in _CHECKED:
+                    self._check(model, self._tokens(number), first)
+                if fused and fusing.computes_one_row(graph):
+                    self.computes_one_row = self._one_row_is_the_same()
         except Untraceable:
             raise
         except Exception as error:  # a model's code may raise anything
@@ -174,97 +177,84 @@ class TracedForward:
 
     def __call__(
         self,
-        attention: PagedAttention,
-        positions: torch.Tensor,
         keep: torch.Tensor,
         *,
-        tokens: torch.Tensor,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        paged: PagedAttention | _Alone,
+        use_cache: bool = False,
+        every_row: bool = False,
     ) -> tuple[torch.Tensor, Any]:
         """Logits [1, K, vocabulary] after the rows `keep` [K], and what the layers put out, as the
-        model's own forward gives them.
+        model's own forward gives them: of all rows if it is `every_row`, else of these at least.
 
-        `tokens` and `positions` are [1, T]. Raises what `attention` raises, and RuntimeError where
-        another call of the graph fails.
+        Tokens and positions are [1, T]. Raises what `paged` raises, and RuntimeError where another
+        call of the graph fails.
         """
-        logits, states = self._run(attention, positions, keep, tokens)
-        return logits, self._kind(last_hidden_state=states)
-
-    def _run(
-        self,
-        attention: PagedAttention | _Alone,
-        positions: torch.Tensor,
-        keep: torch.Tensor,
-        tokens: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits after the rows `keep`, and the layers' output [1, T, hidden]."""
-        self._handed.begin(attention)
+        kept = keep if len(keep) else self._numbers([0])
+        if every_row:
+            kept = self._numbers(range(input_ids.shape[1]))
+        elif self.leaves_rows:
+            keep = torch.arange(len(keep), device=self._device)
+        self._handed.begin(paged)
         _thread.handed = self._handed
-        rows = self._embed(tokens)
+        rows = self._embed(input_ids)
         # Optimization passes over a graph of 3,700 nodes would take 0.7 s and gain nothing.
         try:
             with unoptimized():
-                logits, states = self._graph(rows, positions, keep)
+                logits, states = self._graph(rows, position_ids, keep, kept)
         except RuntimeError as error:
             if (failure := self._handed.take_failure()) is not None:
                 raise failure from None
             # Before its last line are pages of where in the model and on this machine.
             raise RuntimeError(str(error).strip().rpartition("\n")[2]) from error
-        return logits, states
+        return logits, self._kind(last_hidden_state=states)
 
     def _record(self, model: Any) -> Any:
-        rows, positions = self._embed(self._tokens(5)), self._numbers(range(5))[None]
+        numbers = self._numbers(range(fusing.NUM_RECORDED))
+        rows, positions = self._embed(self._tokens(fusing.NUM_RECORDED)), numbers[None]
         with undeprecated() as said, _muted("transformers.modeling_utils"):
             self._handed = _Handed(torch.jit.script(InsideAttention()))
             _thread.handed = self._handed
             forward = _Forward(model, self._handed)
-            graph = torch.jit.trace(
-                forward, (rows, positions, self._numbers([3, 4])), check_trace=False, strict=False
-            )
+            example = rows, positions, self._numbers([3, 4]), numbers
+            graph = torch.jit.trace(forward, example, check_trace=False, strict=False)
         for each in said:
             if each.category.__name__ == "TracerWarning":
                 raise Untraceable(f"{each.filename}:{each.lineno}: {each.message}")
         return graph
 
-    def _verify(self, model: Any, *, fused: bool) -> None:
-        """Describe the graph, and compare its bits. Raises OtherBits."""
-        graph = self._graph.graph
-        self.activates_by_row = fused and activates_by_row(graph)
-        for number, first in _CHECKED:
-            self._check(model, self._tokens(number), first)
-        if fused:
-            self.num_operators = num_fused(graph)
-            self.computes_one_row = computes_one_row(graph) and self._one_row_is_the_same()
-
     def _check(self, model: Any, tokens: torch.Tensor, first: int) -> None:
+        """Compare the graph's bits with the model's own. Raises Untraceable."""
         number = tokens.shape[1]
         positions = self._numbers(range(first, first + number))[None]
         keep = self._numbers([0, number - 1])
-        alone = _Alone()
         undivided: Any = nullcontext()
         if self.activates_by_row:
             undivided = _Undivided()  # type: ignore[no-untyped-call]
+        given: dict[str, Any] = {"input_ids": tokens, "position_ids": positions, "paged": _Alone()}
         with _watched(model) as outputs, undivided:
-            own = model(
-                input_ids=tokens,
-                position_ids=positions,
-                use_cache=False,
-                paged=alone,
-                logits_to_keep=keep,
-            ).logits
+            own = model(use_cache=False, logits_to_keep=keep, **given).logits
         self._kind = type(outputs[0])
-        logits, states = self._run(alone, positions, keep, tokens)
+        expected = outputs[0].last_hidden_state
+        logits, output = self(keep, **given)
         if not torch.equal(own, logits):
-            raise OtherBits(f"the logits of {number} tokens are others")
-        if not torch.equal(outputs[0].last_hidden_state, states):
-            raise OtherBits(f"the layers' output of {number} tokens is another")
+            raise Untraceable(f"the logits of {number} tokens are others")
+        if self.leaves_rows:
+            expected = expected[:, keep]
+        if not torch.equal(expected, output.last_hidden_state):
+            raise Untraceable(f"the layers' output of {number} tokens is another")
 
     def _one_row_is_the_same(self) -> bool:
         """Whether a token's logits and the layers' output have the bits that they have in a step
         with a later token."""
         tokens, positions, keep = self._tokens(2), self._numbers([40, 41])[None], self._numbers([0])
-        beside = self._run(_Alone(), positions, keep, tokens)
-        alone = self._run(_Alone(), positions[:, :1], keep, tokens[:, :1])
-        return all(torch.equal(a[:, 0], b[:, 0]) for a, b in zip(alone, beside, strict=True))
+        (logits, beside), (other, alone) = (
+            self(keep, input_ids=tokens[:, :n], position_ids=positions[:, :n], paged=_Alone())
+            for n in (2, 1)
+        )
+        states = beside.last_hidden_state[:, :1]
+        return torch.equal(logits, other) and torch.equal(states, alone.last_hidden_state)
 
     def _tokens(self, number: int) -> torch.Tensor:
         """Tokens [1, number] from across the vocabulary."""
@@ -304,9 +294,7 @@ def trace(model: Any, *, fused: bool = False) -> TracedForward | None:
     """Record the model's forward. None if that fails, with the reason in the log."""
     if fused:
         try:
-            traced = TracedForward(model, fused=True)
-            logger.info("the forward calls compiled operators %d times", traced.num_operators)
-            return traced
+            return TracedForward(model, fused=True)
         except Untraceable as reason:
             logger.info("the compiled operators are not used: %s", reason)
     try:

@@ -74,10 +74,8 @@ def processor_name(device: str) -> str:
 
 def _cpu_names() -> Iterator[tuple[str, str]]:
     yield "torch", torch.__version__
-    yield (
-        "built",
-        xxhash.xxh3_64_hexdigest(torch.__config__.show().encode()),
-    )  # with oneDNN's and MKL's
+    # With oneDNN's and MKL's.
+    yield "built", xxhash.xxh3_64_hexdigest(torch.__config__.show().encode())
     yield "capability", torch.backends.cpu.get_cpu_capability()
     yield "machine", platform.machine()
     yield from _processor()

@@ -92,9 +92,6 @@ class PackedLinear(nn.Module):
     def _unpacked(self) -> torch.Tensor:
         return self._packed.to_dense().view(self.out_features, self.in_features)
 
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}"
-
 
 class PaddedLinear(PackedLinear):
     """The same for layers that may be given a single row, such as those of a recurrent module,

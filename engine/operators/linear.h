@@ -33,7 +33,7 @@ constexpr int64_t kManyRows = 64;
 constexpr int64_t kAtOnce = 128;        // inputs whose weights rows share in the nearest cache,
 constexpr int64_t kAtOnceOfMany = 512;  // and in the next one, for many rows
 constexpr int64_t kPanelsAtOnce = 4;    // that read many rows while these are in a cache
-constexpr int64_t kRowsAtOnce = 384;    // rows of a piece of work, at most,
+constexpr int64_t kRowsAtOnce = kLanes == 16 ? 512 : 384;  // rows of a piece of work, at most,
 constexpr int64_t kRowsAtLeast = 96;    // and fewer where threads would wait for each other
 constexpr int kVectors = kOutputs / kLanes;
 constexpr int kMostRows = kLanes == 16 ? 12 : 6;  // whose sums the registers hold,

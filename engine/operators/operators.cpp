@@ -470,8 +470,10 @@ void attend_rows(const Tensor& query, const Tensor& key, const Tensor& value, in
     float *queries = room_for(padded * (keys + dim) + rows * dim), *attended = queries + padded * dim;
     float* scores = attended + rows * dim;
     for (int64_t item = begin; item < end; ++item) {
-      const int64_t s = item / (kv_heads * tiles), h = item / tiles % kv_heads;
-      const int64_t from = item % tiles * tile, count = std::min(tile, tokens - from);
+      const int64_t s = item / (kv_heads * tiles), h = item / tiles % kv_heads, i = item % tiles;
+      // Early tiles, which see few keys, by turns with late ones: threads that share a head wait less.
+      const int64_t from = (i % 2 ? tiles - 1 - i / 2 : i / 2) * tile;
+      const int64_t count = std::min(tile, tokens - from);
       std::fill_n(queries, padded * dim, 0.f);
       turn(s, h, from, count, queries);
       attend_tile(head_of(s, h, from, count), queries, count * groups, scores, attended);

@@ -83,4 +83,4 @@ def test_compiled_functions_expand_records_of_every_dtype(
         assert {2, 4} == planes._compiled.keys()
         assert fuses == composed.core.loaded.fuses
         traced = composed.core.runner._traced
-        assert traced is not None and fuses == (traced.num_operators > 0)
+        assert traced is not None and fuses == traced.activates_by_row
