@@ -43,7 +43,7 @@ def _words(data: bytes) -> tuple[str, str]:
         if isinstance(error, list) and error:  # Gemini's one error, or FastAPI's for each field
             error = error[0]
         if not isinstance(error, dict):
-            return "", ""
+            return "", code
         code = str(error.get("code") or code)
         names, where = ("error", "message", "detail", "msg"), error.get("loc")
         error = next((error[name] for name in names if error.get(name)), None)
