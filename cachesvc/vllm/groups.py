@@ -55,9 +55,8 @@ def describe_group(group: KvGroup) -> dict[str, Any]:
 
 def described_group(fields: Any) -> KvGroup:
     """The inverse of `describe_group`. The layers' names are left out."""
-    layout = described_layout(fields["layout"])
-    window, chunk, is_shared = (fields[name] for name in ("window", "chunk", "is_shared"))
-    return KvGroup(int(fields["number"]), (), layout, window, chunk, is_shared=is_shared)
+    needs = {name: fields[name] for name in ("window", "chunk", "is_shared")}
+    return KvGroup(int(fields["number"]), (), described_layout(fields["layout"]), **needs)
 
 
 def groups_of(config: Any, kv_cache: Any) -> tuple[KvGroup, ...]:
@@ -66,7 +65,8 @@ def groups_of(config: Any, kv_cache: Any) -> tuple[KvGroup, ...]:
     One that needs all blocks comes first, if there is one: prefixes are counted in its blocks.
     Raises UnsupportedKv.
     """
-    if not config.cache_config.enable_prefix_caching:
+    is_latent_on_cpu = config.model_config.use_mla and config.device_config.device_type == "cpu"
+    if not (config.cache_config.enable_prefix_caching or is_latent_on_cpu):  # where vLLM has none
         raise UnsupportedKv("vLLM's prefix caching is off, as for models that need whole prompts")
     speculates = config.speculative_config is not None
     groups = [

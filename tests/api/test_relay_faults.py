@@ -176,9 +176,7 @@ async def test_a_refusal_reaches_the_client_in_its_protocol_and_costs_nothing(up
 FIELD = {"type": "missing", "loc": ["body", "messages"], "msg": "Field required"}
 REASONS: dict[bytes, str] = {  # of FastAPI, Mistral, Gemini, a proxy, and one that repeats the body
     orjson.dumps({"detail": [FIELD]}): "body.messages: Field required",
-    orjson.dumps(
-        {"object": "error", "message": {"detail": [FIELD]}}
-    ): "body.messages: Field required",
+    orjson.dumps({"message": {"detail": [FIELD]}}): "body.messages: Field required",
     orjson.dumps([{"error": {"code": 400, "message": "bad key"}}]): "bad key",
     b"<html>": "it gave no reason",
     orjson.dumps({"error": {"message": "x" * 200_000}}): "it gave no reason",
@@ -186,8 +184,7 @@ REASONS: dict[bytes, str] = {  # of FastAPI, Mistral, Gemini, a proxy, and one t
 
 
 async def test_a_prompt_that_is_too_long_is_told_as_clients_know_it(up, at):
-    said = "This model's maximum context length is 4000 tokens."
-    up.status = 400
+    up.status, said = 400, "This model's maximum context length is 4000 tokens."
     async with at(up) as (service, client):
         for error in ({"message": said}, {"code": "context_length_exceeded"}):
             up.refusal = orjson.dumps({"error": error})

@@ -176,7 +176,7 @@ def connect(
         kv_transfer_config=KVTransferConfig(**told),
         parallel_config=SimpleNamespace(tensor_parallel_size=1),
         cache_config=SimpleNamespace(enable_prefix_caching=prefixes),
-        model_config=SimpleNamespace(model=model, revision=None, compute_hash=str),
+        model_config=SimpleNamespace(model=model, revision=None, compute_hash=str, use_mla=False),
         load_config=SimpleNamespace(load_format=load),
         speculative_config=None,
     )

@@ -10,6 +10,7 @@ from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
 from cachesvc.server.vllm.node_operations import NodeOperations
 from cachesvc.vllm.link import RETRY_S
 from cachesvc.vllm.reports import Reports
+from tests.patience import until
 from tests.vllm.processes import Engine, RunningNode, connector
 from tests.vllm.test_connector import COMMON, EXPERTS, block_size, llama, prompt, saved
 from tiers.blocks.chain import Chain
@@ -52,7 +53,7 @@ def test_two_ranks_are_one_engine_to_hits_pins_and_purges(make, num_parts, tmp_p
         engine = Engine(folder, None, tmp_path / "ours.log", kv_transfer_config=told, **options)
 
         def ask(ids, tokens, tier):
-            whole = (len(ids) - 1) // block_size(node) * block_size(node)
+            whole = (len(ids) - 1) // size * size
             for again in range(3):
                 engine.forget()
                 node.until_on_disk()
@@ -62,15 +63,18 @@ def test_two_ranks_are_one_engine_to_hits_pins_and_purges(make, num_parts, tmp_p
                     break
                 time.sleep(RETRY_S)  # its answer was late, and the engine leaves the node so long
             assert (tokens, {found: whole} if tier else {}) == (answer["tokens"], answer["hits"])
-            return whole // block_size(node)
+            return whole // size
 
         try:
             reports.take()
             ready = reports.engine
             assert expected == engine.generate(PROMPT)[0]["tokens"]
+            # The engine joins its node with its first store, and leaves one that is late.
+            until(lambda: node.stats()["pools"] or not engine.generate(PROMPT))
+            size = block_size(node)
             num_blocks = ask(PROMPT, expected, "host")
             computed = len(PROMPT) + 11  # the last of 12 tokens is only sampled
-            assert num_parts * (computed // block_size(node)) == node.pool()["stored"]
+            assert num_parts * (computed // size) == node.pool()["stored"]
             ask(OTHER, other, None)
             ask(OTHER, other, "host")
             with closing(
@@ -80,7 +84,7 @@ def test_two_ranks_are_one_engine_to_hits_pins_and_purges(make, num_parts, tmp_p
                     in_flight=frozenset,
                 )
             ) as operations:
-                root, size = ready.scope.root(), block_size(node)
+                root = ready.scope.root()
                 operations.pin("system", Chain(root, PROMPT, size), time.time() + 3600)
                 assert num_parts * num_blocks == node.pool()["pinned_blocks"]
                 operations.saved().result(120)
