@@ -12,6 +12,7 @@ from enum import StrEnum
 from typing import Any
 
 PREFIX = "sk-"
+CHARS = len(PREFIX) + 43  # 256 bits in base64
 SHOWN = len(PREFIX) + 8
 
 
@@ -60,6 +61,11 @@ class KeyInfo:
 def new_key() -> str:
     """A new key, to be shown once."""
     return PREFIX + secrets.token_urlsafe(32)
+
+
+def is_key(text: str) -> bool:
+    """Whether it has a key's form, which no client library's placeholder has."""
+    return len(text) == CHARS and text.startswith(PREFIX)
 
 
 def key_digest(secret: bytes, key: str) -> bytes:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from api.errors import MissingKey, MissingScope
 from billing.accounts import Accounts
-from billing.keys import Principal, Scope
+from billing.keys import Principal, Scope, is_key
 from tiers.blocks.keys import CacheScope
 
 MAX_DERIVED = 10_000  # salts kept in memory
@@ -45,10 +45,12 @@ class KeyGate:
         if not self._keys.is_fresh:
             return None
         if not (self._required or self._keys.requires_keys):
-            return self._nobody
+            return None if token is not None and is_key(token) else self._nobody
         return self._keys.recall(token) if token is not None else None
 
     def _look(self, token: str | None) -> Principal:
+        if token is not None and is_key(token) and not self._keys.requires_keys:
+            self._keys.refresh()  # it may be the first key, just made by another process
         if not (self._required or self._keys.requires_keys):
             self._nobody = self._nobody or self._keys.open_principal()
             return self._nobody

@@ -15,6 +15,7 @@ from api.access.auth import KeyGate, Salts, bearer_token
 from api.access.concurrency import CircuitBreaker
 from api.access.rate_limits import LimitSettings, Quota, WindowLimits
 from api.errors import MissingKey, MissingScope, RateLimited
+from billing.accounts import Accounts
 from billing.errors import KeyExpired, KeyRevoked, UnknownKey
 from billing.keys import Principal
 from billing.prices.cards import default_card
@@ -101,6 +102,16 @@ async def test_a_revoked_or_expired_key_is_refused_from_memory_too(bank):
         await gate.identify("Bearer sk-other")
     with pytest.raises(MissingKey):
         await gate.identify(None)
+
+
+async def test_the_first_key_counts_at_once_where_another_process_made_it(bank):
+    """A request that carries it is not the open tenant's, which pays nothing."""
+    gate, elsewhere = KeyGate(bank.accounts), Accounts(bank.accounts.store)
+    elsewhere.create_tenant("acme", "CNY", by="test")
+    bank.accounts.refresh()
+    assert "acme" != (await gate.identify("Bearer sk-placeholder")).tenant
+    key, _ = elsewhere.create_key("acme", by="test")
+    assert "acme" == (await gate.identify(f"Bearer {key}")).tenant
 
 
 def limited(**quota: int) -> FakeHouse:
