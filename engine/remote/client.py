@@ -8,7 +8,6 @@ Redirects are not followed, cookies not kept, and the environment's proxies not 
 import io
 import logging
 import math
-import socket
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
@@ -245,7 +244,7 @@ class EngineHttp:
     def _opened(self) -> aiohttp.ClientSession:
         if self._session is None:
             path = self._socket
-            connect = _Direct if path is None else partial(aiohttp.UnixConnector, path)
+            connect = aiohttp.TCPConnector if path is None else partial(aiohttp.UnixConnector, path)
             key = {"authorization": f"Bearer {self._key}"} if self._key else {}
             self._session = aiohttp.ClientSession(
                 connector=connect(limit=0, force_close=True),
@@ -254,17 +253,6 @@ class EngineHttp:
                 headers={"accept-encoding": "identity", "user-agent": "cachesvc", **key},
             )
         return self._session
-
-
-class _Direct(aiohttp.TCPConnector):
-    """Connects in one turn of the loop to a name with one address. aiohttp's own way is for several
-    addresses, and takes 0.08 ms more of work."""
-
-    async def _wrap_create_connection(self, *given: Any, addr_infos: Any, **more: Any) -> Any:
-        (family, *_, address), *others = addr_infos
-        if others or family != socket.AF_INET:
-            return await super()._wrap_create_connection(*given, addr_infos=addr_infos, **more)
-        return await self._wrap_existing_connection(*given, *address, **more)
 
 
 class _Body(aiohttp.BytesIOPayload):
@@ -286,6 +274,6 @@ def _retry_after(said: str) -> int | None:
     else:
         try:
             wait_s = parsedate_to_datetime(said).timestamp() - time.time()
-        except ValueError:
+        except (ValueError, OverflowError):
             return None
     return min(max(1, math.ceil(wait_s)), MAX_RETRY_S)
