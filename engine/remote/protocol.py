@@ -104,11 +104,12 @@ def cached_of(usage: object, num_prompt: int) -> Mapping[str, int] | None:
     details = usage.get("prompt_tokens_details")
     if not isinstance(details, Mapping):
         return None
-    cached, tiers = details.get("cached_tokens"), details.get(TIERS) or {}
+    cached, tiers = details.get("cached_tokens"), details.get(TIERS)
     if not _is_count(cached) or cached > num_prompt:
         return None
-    is_split = all(map(_is_count, tiers.values())) and sum(tiers.values()) == cached
-    return tiers if is_split else {TierName.DEVICE: cached}
+    split = tiers if isinstance(tiers, Mapping) and set(tiers) <= set(TierName) else {}
+    is_whole = all(map(_is_count, split.values())) and sum(split.values()) == cached
+    return split if is_whole else {TierName.DEVICE: cached}
 
 
 def _is_count(value: object) -> TypeGuard[int]:

@@ -143,3 +143,9 @@ def test_the_prompts_logprobs_are_ranked():
 def test_a_count_that_cannot_be_is_none(usage, cached):
     hits = cached_of(usage, 3)
     assert cached == (None if hits is None else sum(hits.values()))
+
+
+@pytest.mark.parametrize("told", [5, {"moon": 3}, {"host": 2}, {"device": True, "host": 2}])
+def test_tiers_that_cannot_be_are_the_device(told):
+    details = {"cached_tokens": 3, "tiers": told}
+    assert {"device": 3} == cached_of({"prompt_tokens": 3, "prompt_tokens_details": details}, 3)
