@@ -24,10 +24,8 @@ TEMPLATE_TOKENS: Final = 1024  # that a template may add to a prompt beside what
 VERSION: Final = "2023-06-01"  # of Anthropic's protocol
 _HEADER_VALUE = re.compile(r"[A-Za-z0-9._,\- ]{1,256}")
 _PROTOCOL_HEADERS = ("anthropic-version", "anthropic-beta")  # they say what a body means
-_USER_NAMES = (
-    *("user", "user_id", "safety_identifier"),
-    *("prompt_cache_key", "prompt_cache_isolation_key"),
-)
+_CACHE_NAMES = ("prompt_cache_key", "prompt_cache_isolation_key")
+_USER_NAMES = ("user", "user_id", "safety_identifier", *_CACHE_NAMES)
 _SHARED = "what the endpoint keeps is shared by all tenants. Send the whole conversation."
 _UNPRICED = "it may cost what is not this model's price."
 _INSIDE = "it is for who runs the endpoint."
@@ -46,10 +44,8 @@ _REFUSED: Final[Mapping[str, str]] = {
     "tools": "an advisor is another model, with another price.",
 }
 # By which the endpoint reads more than the body has.
-_READERS = (
-    *("mcp_servers", "plugins", "web_search_options", "data_sources"),
-    *("search_parameters", "enable_search"),  # xAI's and Qwen's
-)
+_SEARCHES = ("search_parameters", "enable_search")  # xAI's and Qwen's
+_READERS = ("mcp_servers", "plugins", "web_search_options", "data_sources", *_SEARCHES)
 _SUMMARIES = ("context_management", "compaction")  # of the conversation, by a call of its own
 MOST_CALLS: Final = 100  # of a model in one answer
 _OWN_TOOLS = ("function", "custom", None)
@@ -59,11 +55,12 @@ _MEDIA = re.compile(
     rb'|file_(?:id|url|data)|prompt_embeds|cached_content)":[\["{]'
     rb'|"type":"[a-z_]*(?:image|audio|video|file|document|upload)[a-z_]*"'
 )
-# What the endpoint keeps, by its id, in any part of a body.
-_KEPT = re.compile(
+# What the endpoint keeps, by its id. Lists of ids beside the messages, where a tool may say so too.
+_ID = (
     rb'"(file_id|container|container_id|cached_content)":"(?:file|cntr|container|cachedContents)[-_/]'
-    rb'|"(file_ids|vector_store_ids)":\["|"type":"(item_reference)"'
+    rb'|"type":"(item_reference)"'
 )
+_IN_MESSAGES, _BESIDE = re.compile(_ID), re.compile(_ID + rb'|"(file_ids|vector_store_ids)":\["')
 
 Tokens = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 
@@ -110,7 +107,8 @@ class PassedBody(LabelledBody):
         extra = self.model_extra or {}
         asks = any(str(kind).startswith("advisor_") for kind in _kinds_of(extra.get("tools")))
         given = {**extra, "prompt": kept, "tools": asks}
-        kept_part = _KEPT.search(orjson.dumps(extra))
+        kept_part = _BESIDE.search(orjson.dumps({**extra, "messages": None}))
+        kept_part = kept_part or _IN_MESSAGES.search(orjson.dumps(extra.get("messages")))
         name = kept_part[kept_part.lastindex or 0].decode() if kept_part else ""
         if name := next(filter(given.get, _REFUSED), name):
             raise Unsupported(

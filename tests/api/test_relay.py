@@ -323,6 +323,9 @@ async def test_what_cannot_pass_is_refused_by_name(up, tmp_path):
             error = answer.json()["error"]
             assert (400, "unsupported_parameter") == (answer.status_code, error["code"])
         assert [] == up.asked and [] == charges(service)
+        part = {"type": "tool_use", "id": "t", "name": "open", "input": {"file_ids": ["mine"]}}
+        turns = [{"role": "assistant", "content": [part]}]
+        assert 200 == (await client.post(MESSAGES, json=body(MESSAGES, messages=turns))).status_code
 
 
 async def test_of_an_endpoint_that_counts_one_prompt_no_more_are_asked(tmp_path):
@@ -331,12 +334,8 @@ async def test_of_an_endpoint_that_counts_one_prompt_no_more_are_asked(tmp_path)
     llama = UpstreamServer(owned_by="llamacpp", max_model_len=None, meta=meta)
     with served(llama) as up:
         async with relaying(tmp_path, up) as (service, client):
-            for more in (
-                {"prompt": ["Hello", "You"]},
-                {"prompt": [[1], [2]]},
-                {"n": 2},
-                {"n_cmpl": 2},
-            ):
+            several = {"prompt": ["Hello", "You"]}, {"prompt": [[1], [2]]}, {"n": 2}, {"n_cmpl": 2}
+            for more in several:
                 answer = await client.post(COMPLETIONS, json=body(COMPLETIONS, **more))
                 assert 400 == answer.status_code
                 assert "more than the 1 that" in answer.json()["error"]["message"]
