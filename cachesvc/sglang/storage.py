@@ -285,9 +285,9 @@ class CachesvcStorage(hicache.HiCacheStorage):  # type: ignore[misc]
     def _follow_weights(self) -> None:
         """Nobody else finds pages of weights that were changed in place, nor those of before."""
         if (version := get_serving().weight_version) != self._version:
-            self._version = version
             for pool in self._pools.values():
                 pool.root = PrefixKey(os.urandom(KEY_BYTES))
+            self._version = version  # last: another thread must not go on with a root of before
 
     def _look(self, names: Sequence[str], keys: Sequence[str]) -> dict[str, Done]:
         def held(pool: HostPool) -> Done:
