@@ -249,10 +249,12 @@ def test_a_url_or_key_that_cannot_work_is_refused(tmp_path):
         "redis+cluster://one:7000,two:7000/0?tiemout=3": "'tiemout'",
         "redis://me:geheim@host/one": "redis://host/one cannot be used: .*'one'",
         "redis+cluster://host:port": "'port'",
+        **dict.fromkeys(("redis://:g/heim@host/0", "rediss+cluster://:g#heim@a:1,b:2"), "as %2F"),
         "s3://bucket?rgion=mars": "s3://bucket cannot be used: .*aws_rgion",
     }.items():
-        with pytest.raises(ConfigurationError, match=told):
+        with pytest.raises(ConfigurationError, match=told) as found:
             open_objects(url, 1.0)
+        assert "heim" not in str(found.value)
     with pytest.raises(ConfigurationError, match="cannot be read"):
         read_seal(tmp_path / "none")
     (tmp_path / "key").write_text("abcd")

@@ -58,14 +58,14 @@ class ObjectStore(Protocol):
 
 def open_objects(url: str, timeout_s: float) -> ObjectStore:
     """The store behind a URL. Makes no call yet. Raises ConfigurationError."""
-    scheme = urlsplit(url).scheme
-    if scheme in ("redis", "rediss"):
-        return _RedisObjects(url, timeout_s)
-    if scheme in ("redis+cluster", "rediss+cluster"):
-        return _ClusterObjects(url, timeout_s)
-    if scheme == "s3":
+    parts = urlsplit(url)
+    if parts.scheme == "s3":
         return _S3Objects(url, timeout_s)
-    shown = scheme or url.rpartition("@")[2]  # without its password
+    if parts.scheme.removesuffix("+cluster") in ("redis", "rediss"):
+        if "@" in parts.path + parts.query + parts.fragment:  # then errors may repeat a password
+            raise ConfigurationError("write / ? # @ of a remote tier's password as %2F %3F %23 %40")
+        return (_ClusterObjects if "+" in parts.scheme else _RedisObjects)(url, timeout_s)
+    shown = parts.scheme or url.rpartition("@")[2]  # without its password
     raise ConfigurationError(
         f"no remote tier uses {shown!r}; use redis://, redis+cluster:// or s3://"
     )
