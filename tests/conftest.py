@@ -45,6 +45,20 @@ def pytest_xdist_auto_num_workers() -> int:
     return processors + 1 if fits else processors
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """In CI a failure is told at once: a run cut short, or a test that then passes, loses it."""
+
+    def tell(report: pytest.TestReport) -> None:
+        if report.outcome in {"failed", "rerun"}:
+            terminal.write_line(f"\n{report.nodeid}: {report.outcome}\n{report.longreprtext}")
+
+    terminal = config.pluginmanager.get_plugin("terminalreporter")
+    if "CI" in os.environ and "PYTEST_XDIST_WORKER" not in os.environ:
+        hook = {"pytest_runtest_logreport": staticmethod(tell)}
+        config.pluginmanager.register(type("Failures", (), hook))
+
+
 def _connect_to_loopback(sock: socket.socket, address: Any) -> None:
     is_remote = isinstance(address, tuple) and not str(address[0]).startswith(_LOOPBACK)
     if is_remote and sock.family in (socket.AF_INET, socket.AF_INET6):

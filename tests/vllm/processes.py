@@ -210,14 +210,9 @@ class RunningNode:
         self._process = None
 
     def start(self, host="512MiB", disk="2GiB"):
-        self._process = subprocess.Popen(
-            [
-                *(Path(sys.executable).with_name("cachesvc"), "node", "--socket", self.socket),
-                *("--host-cache", host, "--disk-cache-dir", self.disk, "--disk-cache", disk),
-                *self.more,
-            ],
-            cwd=ROOT,
-        )
+        command = [Path(sys.executable).with_name("cachesvc"), "node", "--socket", self.socket]
+        tiers = ["--host-cache", host, "--disk-cache-dir", self.disk, "--disk-cache", disk]
+        self._process = subprocess.Popen([*command, *tiers, *self.more], cwd=ROOT)
         until(self.socket.exists)
 
     @property

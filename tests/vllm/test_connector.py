@@ -59,14 +59,12 @@ def gpt_oss():
 def qwen3_next():
     heads = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "head_dim": 64}
     dims = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
-    experts = {
-        "num_experts": 4,
-        "moe_intermediate_size": 64,
-        "shared_expert_intermediate_size": 64,
-    } | EXPERTS
+    experts = {"num_experts": 4, "shared_expert_intermediate_size": 64, **EXPERTS}
     kinds = ["linear_attention"] * 3 + ["full_attention"]
     return transformers.Qwen3NextForCausalLM(
-        transformers.Qwen3NextConfig(**COMMON, **heads, **dims, **experts, layer_types=kinds)
+        transformers.Qwen3NextConfig(
+            **{**COMMON, **heads, **dims, **experts}, moe_intermediate_size=64, layer_types=kinds
+        )
     )
 
 
@@ -157,9 +155,8 @@ def test_every_group_resumes_with_the_same_tokens(name, started, tmp_path):
                 check(engine, two, "whole", "remote")
                 two.stop()
                 if name != "gpt_oss":  # whose groups are those of gemma3
-                    survive_faults(
-                        Story(engine, prompts, expected), tmp_path / "faulty", two.socket
-                    )
+                    story = Story(engine, prompts, expected)
+                    survive_faults(story, tmp_path / "faulty", two.socket)
         finally:
             one.kill()
             two.kill()

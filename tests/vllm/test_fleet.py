@@ -80,12 +80,8 @@ class Conversations:
         body = {"model": self._model, "prompt": prompt, "temperature": 0, "max_tokens": 6}
         give_up = time.monotonic() + PATIENCE_S
         while True:
-            response = httpx.post(
-                f"{server.url}/v1/completions",
-                json=body,
-                headers=dict(self._key),
-                timeout=PATIENCE_S,
-            )
+            url, key = f"{server.url}/v1/completions", dict(self._key)
+            response = httpx.post(url, json=body, headers=key, timeout=PATIENCE_S)
             if response.status_code == 200:
                 break
             assert response.status_code >= 500, response.text
@@ -107,9 +103,8 @@ class Conversations:
         before = set(self.acknowledged)
         with ThreadPoolExecutor(AT_ONCE) as pool:
             list(pool.map(self.hold, numbers))
-        return sum(
-            (self.acknowledged[each] for each in self.acknowledged.keys() - before), Counter()
-        )
+        new = self.acknowledged.keys() - before
+        return sum((self.acknowledged[each] for each in new), Counter())
 
 
 def counted(engines):

@@ -171,12 +171,8 @@ def test_a_server_over_vllm_bills_by_tier_what_it_served(server, tmp_path):
     assert all(len(c["logprobs"]["tokens"]) for c in a.last["choices"])
     a.ask("Tell me", n=3, temperature=1, seed=5, logprobs=2, stop=[" never"])
     assert first == [choice["text"] for choice in a.last["choices"]]
-    refused = httpx.post(
-        f"{server.url}/v1/completions",
-        json=server.body("x") | {"temperature": 999},
-        headers=keys["a"],
-        timeout=PATIENCE_S,
-    )
+    url, wrong = f"{server.url}/v1/completions", server.body("x") | {"temperature": 999}
+    refused = httpx.post(url, json=wrong, headers=keys["a"], timeout=PATIENCE_S)
     assert (400, "temperature") == (refused.status_code, refused.json()["error"]["param"])
 
     # A prompt is computed for whoever shares the store: its blocks are there with the answer.
@@ -201,12 +197,8 @@ def test_a_server_over_vllm_bills_by_tier_what_it_served(server, tmp_path):
     # The node is restarted: from its disk.
     until(lambda: not server.pool()["is_writing"])
     stop_node(server)
-    node = RunningNode(
-        tmp_path,
-        socket=server.socket,
-        disk=server.data_dir / "disk" / "node",
-        more=("--remote-url", server.remote_url),
-    )
+    remote, disk = ("--remote-url", server.remote_url), server.data_dir / "disk" / "node"
+    node = RunningNode(tmp_path, socket=server.socket, disk=disk, more=remote)
     node.start("256MiB")
     try:
         again, used = b.ask(STORY)
