@@ -139,7 +139,7 @@ class UsageReader:
             self._counted = counted(self._said, excludes=True)
             return True
         now, before = counted(said), self._counted
-        if self._said:
+        if self._said and before.prompt != 0:  # some say zeros until the end
             shrinks = now.output is None or now.output < (before.output or 0)
             fewer = now.hits != before.hits and None not in (now.hits, before.hits)
             self._contradicts |= now.prompt != before.prompt or shrinks or fewer

@@ -110,6 +110,7 @@ IN_STREAMS: Mapping[str, list[Said]] = {
         *({"choices": [{}], **usage(1000, output)} for output in (0, 20)),
         {"choices": [], **READS["vLLM"]},
     ],
+    "zeros until the end": [usage(0, 0, cached_tokens=0), READS["vLLM"]],
     "Groq, beside the choices": [{"choices": [], "x_groq": READS["vLLM"]}],
     "Moonshot, in the choice": [{"choices": [{"index": 0, "delta": {}, **READS["Moonshot"]}]}],
     "Responses": [
@@ -162,6 +163,7 @@ UNKNOWN: Mapping[str, list[Said]] = {
     "a negative output": [usage(1000, -1)],
     "two prompts in one stream": [WHOLE, usage(900, 50, cached_tokens=640)],
     "two hits in one stream": [WHOLE, usage(1000, 50, cached_tokens=0)],
+    "zeros at the end": [WHOLE, usage(0, 0)],
     "an output that shrinks": [WHOLE, usage(1000, 49, cached_tokens=640)],
     "a third that agrees with the first": [usage(n, 50) for n in (1000, 900, 1000)],
 }
