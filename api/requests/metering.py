@@ -31,13 +31,11 @@ from billing.prices.rating import hold_amount, rate, short_hits
 from billing.usage import Usage
 
 Made = TypeVar("Made")
+Receipts = Callable[[Settled], Mapping[str, Any]]
 
 SLICE_TOKENS = 256  # output tokens of one choice held at a time
 RENEWALS_PER_LEASE = 4
 LAPSED = "The hold of this request was not renewed in time."
-
-
-Receipts = Callable[[Settled], Mapping[str, Any]]
 
 
 class LedgerMeter:
@@ -87,6 +85,7 @@ class LedgerMeter:
             reserved.cancel()
             reserved.add_done_callback(self._let_go)
             raise
+        repin = partial(self._repinned, principal, job, now_ns, pinned)
         return LedgerCharge(
             self._ledger,
             hold,
@@ -94,9 +93,7 @@ class LedgerMeter:
             most=job.max_output,
             lease_s=self._lease_s,
             receipts=self._receipts,
-            repin=partial(self._repinned, principal, job, now_ns, pinned)
-            if job.prompt_most
-            else None,
+            repin=repin if job.prompt_most else None,
         )
 
     def price(self, principal: Principal, job: Job, usage: Usage) -> Priced:
@@ -217,9 +214,8 @@ class LedgerCharge:
         if self._repin is not None and served.usage.prompt:
             pinned = self._repin(served.usage.prompt)
             self._hold = replace(self._hold, pinned=pinned)
-        settling = self._ledger.settle(
-            self._hold, served.usage, served.outcome, delivered=delivered
-        )
+        usage, outcome = served.usage, served.outcome
+        settling = self._ledger.settle(self._hold, usage, outcome, delivered=delivered)
         settled = await durable(settling)
         charge, ref = settled.charge, self._hold.pinned.ref
         return Bill(
@@ -242,13 +238,10 @@ class LedgerCharge:
 
     async def give_back(self) -> None:
         """Called after `settle`: the server could not send the answer."""
-        hold, reason = self._hold, "the server could not send the answer"
-        name = f"failed:{hold.request_id}"
-        await durable(
-            self._ledger.correct(
-                hold.tenant, hold.request_id, reference=name, by=SYSTEM, reason=reason
-            )
-        )
+        tenant, request_id = self._hold.tenant, self._hold.request_id
+        name, why = f"failed:{request_id}", "the server could not send the answer"
+        given = self._ledger.correct(tenant, request_id, reference=name, by=SYSTEM, reason=why)
+        await durable(given)
 
     async def void(self) -> None:
         """Releases the hold. Does nothing after `settle`."""

@@ -6,6 +6,7 @@ from fastapi import APIRouter, Request
 
 from api.context import authorised, wire_of
 from api.served_model import ServedModel, named
+from api.shapes.schemas import ChatBody
 from billing.errors import NoPrice
 from billing.keys import Principal
 from billing.money import format_units
@@ -13,6 +14,11 @@ from billing.prices.book import PinnedRate
 from tiers.tier import TierName
 
 router = APIRouter(tags=["models"])
+
+_SERVED_HERE = {
+    "architecture": {"input_modalities": ["text"], "output_modalities": ["text"]},
+    "supported_parameters": sorted(ChatBody.model_fields.keys() - {"model", "messages"}),
+}
 
 
 def _card(request: Request, principal: Principal, model: ServedModel) -> dict[str, Any]:
@@ -29,7 +35,7 @@ def _card(request: Request, principal: Principal, model: ServedModel) -> dict[st
         "parent": model.parent,
         "max_model_len": model.max_context or None,  # of an absent model it is not known
         "context_length": model.max_context or None,
-        "architecture": {"input_modalities": ["text"], "output_modalities": ["text"]},
+        **(_SERVED_HERE if model.endpoint is None else {}),  # an endpoint's are its own
         "pricing": pricing,
     }
     return card if model.exactness is None else card | {"exactness": dict(model.exactness)}

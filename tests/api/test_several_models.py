@@ -74,6 +74,8 @@ async def test_each_model_is_served_by_its_own_engine_and_charged_under_its_name
         assert NAMES == [card["id"] for card in cards]
         assert [4000, 4000] == [card["context_length"] for card in cards[2:]]
         assert all(card["pricing"]["prompt"] for card in cards)
+        can = [card.get("supported_parameters", []) for card in cards]
+        assert [can[0], can[0], [], []] == can and {"seed", "tools"} < {*can[0]}
         for model in ("small", "there", "small"):
             answer = await client.post(COMPLETIONS, json=completion(model))
             assert (200, model) == (answer.status_code, answer.json()["model"])
