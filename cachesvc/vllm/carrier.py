@@ -10,18 +10,18 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 
 import torch
 
 from cachesvc.model_files import UnsupportedKv
 from cachesvc.vllm.groups import KvGroup
 from cachesvc.vllm.identity import EngineIdentity
-from cachesvc.vllm.link import NodeLink
+from cachesvc.vllm.link import RETRY_S, NodeLink
 from cachesvc.vllm.locked import LockedMemory
 from cachesvc.vllm.slabs import BlockCopier, copier_of, slabs_of
 from cachesvc.vllm.transfers import GroupBlocks, Transfer, Transferred
@@ -130,15 +130,15 @@ class Carrier:
             queue.put(None)
         for thread in self._threads:
             thread.join(LOAD_S)
-        for links in self._links:
-            _close(links)
+        for link in [link for links in self._links for link in links.values()]:
+            link.close()
         for locked in self._locked.values():
             locked.close()
 
     def _serve(self, work: Callable[[Transfer], None], queue: "SimpleQueue[_Job | None]") -> None:
         if self._device.type == "cuda":  # copies use a stream beside the model's
             torch.cuda.set_stream(torch.cuda.Stream(self._device))
-        while (job := queue.get()) is not None:
+        while (job := self._next(queue)) is not None:
             if job.ready is not None:
                 job.ready.synchronize()
             try:
@@ -146,11 +146,21 @@ class Carrier:
             except Exception:  # the top of this thread: a fault is a miss, and is logged
                 logger.exception(f"cachesvc: moving blocks of {job.transfer.name} failed")
                 is_load = work == self._load
-                _close(self._links[0 if is_load else 1])  # makes the node take its leases back
+                for link in self._links[0 if is_load else 1].values():
+                    link.close()  # makes the node take its leases back
                 if is_load:
                     self._loaded(job.transfer, [0] * len(job.transfer.pieces))
                 else:
                     self._saved(job.transfer)
+
+    def _next(self, queue: "SimpleQueue[_Job | None]") -> _Job | None:
+        """The next job. The thread is joined to the node all the time, also after its restart. So
+        it has opened its disk, and touched spare frames, before a request wants them."""
+        while True:
+            for link in self._links[self._queues.index(queue)].values():
+                link.join()
+            with suppress(Empty):
+                return queue.get(timeout=RETRY_S)
 
     def _load(self, transfer: Transfer) -> None:
         begun_s = time.monotonic()
@@ -256,11 +266,6 @@ def _slabs(
             f"{group.layout.nbytes} by its configuration"
         )
     return slabs
-
-
-def _close(links: Mapping[BlockLayout, NodeLink]) -> None:
-    for link in links.values():
-        link.close()
 
 
 def _piece(memory: SharedMemory) -> int:

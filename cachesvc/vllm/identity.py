@@ -144,7 +144,8 @@ def _described(config: Any, kv_cache: Any, groups: Sequence[KvGroup]) -> bytes:
     attention = getattr(config, "attention_config", None)
     facts = (
         f"vllm {vllm.__version__}",
-        *_specs(kv_cache, groups),
+        *(repr(kv_cache.kv_cache_groups[group.number].kv_cache_spec) for group in groups),
+        *([repr([group.layers for group in groups])] if groups[1:] else []),
         f"tensor parallel {config.parallel_config.tensor_parallel_size}",
         f"order {kv_cache.kv_cache_layout}",
         f"load {config.load_config.load_format == 'dummy'}",
@@ -152,12 +153,6 @@ def _described(config: Any, kv_cache: Any, groups: Sequence[KvGroup]) -> bytes:
         f"device {device_name()}",
     )
     return b"vllm:" + xxhash.xxh3_128_digest("\n".join(facts).encode())
-
-
-def _specs(kv_cache: Any, groups: Sequence[KvGroup]) -> list[str]:
-    """What vLLM says of each group, in our order, and their layers if there are several."""
-    specs = [repr(kv_cache.kv_cache_groups[group.number].kv_cache_spec) for group in groups]
-    return specs + ([repr([group.layers for group in groups])] if groups[1:] else [])
 
 
 def device_name() -> str:

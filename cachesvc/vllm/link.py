@@ -3,12 +3,13 @@
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
 from tiers.blocks.keys import BlockId
 from tiers.blocks.layout import BlockLayout
-from tiers.errors import NodeError, NodeGone
+from tiers.errors import NodeError
 from tiers.node.arena import SharedMemory
 from tiers.node.client import NodeClient
 from tiers.tier import TierName
@@ -47,25 +48,24 @@ class NodeLink:
         """Have the node load this run into its memory for a lease."""
         self.attempt(lambda node: node.fetch(ids))
 
+    def join(self) -> None:
+        """Connect if the node is there and is not joined yet. Waits `RETRY_S` at most."""
+        self._client.answer_within(RETRY_S)
+        with suppress(NodeError):  # whoever asks it for something says that it is away
+            if not self._client.is_connected:
+                self._client.connect()
+
     def attempt(
         self, use: Callable[[NodeClient], T], *, timeout_s: float | None = None
     ) -> T | None:
         """The result of `use` with the connected node; None if the node is unreachable or fails.
-
-        The node may have restarted behind an old connection, so a new one is tried. `timeout_s` is
-        for each of its answers, if not the usual one.
-        """
+        `timeout_s` is for each of its answers, if not the usual one."""
         self._client.answer_within(self._timeout_s if timeout_s is None else timeout_s)
         try:
-            if self._client.is_connected:
-                try:
-                    return use(self._client)
-                except NodeGone as error:
-                    if isinstance(error.__cause__, TimeoutError):
-                        raise  # it hangs, and would hang again
-            elif self._clock_s() < self._not_before_s:
-                return None
-            self._client.connect()
+            if not self._client.is_connected:
+                if self._clock_s() < self._not_before_s:
+                    return None
+                self._client.connect()
             used = use(self._client)
         except NodeError as error:
             self.faults += 1

@@ -38,6 +38,7 @@ from typing import Any
 
 from engine.models.files import DEFAULT_MODEL, find
 from tests.bench.report import arguments, tell
+from tests.patience import until
 from tests.vllm.processes import Engine, RunningNode
 from tests.vllm.throttled import forget_pages, throttle
 
@@ -108,22 +109,14 @@ class Ours(Contestant):
         self.node.until_on_disk()
         self.node.stop()
         between()
-        start(self.node)
-        for other in range(20):  # the engine leaves a node that went away alone for a second
-            self.engine.generate(prompt(256, time.monotonic_ns() % 10**6 + other), max_tokens=1)
-            if self.node.stats()["num_clients"] > 1:
-                break
-        self.engine.forget()
-
-
-def start(node: RunningNode) -> None:
-    node.start("2GiB", "32GiB")
+        self.node.start("2GiB", "32GiB")
+        until(lambda: self.node.stats()["num_clients"] > 1)  # the engine joins it by itself
 
 
 def contestants(stack: ExitStack, folder: Path, asked: argparse.Namespace) -> list[Contestant]:
     model = find(DEFAULT_MODEL, folder / "models", lambda what, part: None)
     node = RunningNode(folder)
-    start(node)
+    node.start("2GiB", "32GiB")
     stack.callback(node.kill)
 
     def engine(name: str, node: Path | None = None, **options: Any) -> Engine:
@@ -194,8 +187,7 @@ def measure(asked: argparse.Namespace) -> tuple[Times, dict[str, str]]:
             return throttled(ours, Path(name), asked), {}
         pause(asked)
         times = every_tier(everybody, asked)
-        same = {each.name: f"{sum(each.same)} of {len(each.same)}" for each in everybody}
-        return times, same
+        return times, {each.name: f"{sum(each.same)} of {len(each.same)}" for each in everybody}
 
 
 def main() -> None:

@@ -35,7 +35,7 @@ LAYOUT = engine_layout(2, 256, 4, "float32")
 ROOT = CacheScope(weights=b"w").root()
 
 HUGE = (
-    b'{"version": 3, "layout": {"num_layers": 4096, "block_size": 99999, '
+    b'{"version": 4, "layout": {"num_layers": 4096, "block_size": 99999, '
     b'"token_items": 999999, "dtype": "float32"}}'
 )
 
@@ -214,8 +214,8 @@ def test_frames_of_others_are_neither_committed_nor_released(node, path):
     [
         (Op.HELLO, b"{", "not JSON"),
         (Op.HELLO, b"[" * 100_000, "not JSON"),
-        (Op.HELLO, b'{"version": 99}', "version 3"),
-        (Op.HELLO, b'{"version": 3, "layout": {"num_layers": 1}}', "has the fields"),
+        (Op.HELLO, b'{"version": 99}', "version 4"),
+        (Op.HELLO, b'{"version": 4, "layout": {"num_layers": 1}}', "has the fields"),
         (Op.HELLO, HUGE, "does not fit"),
         (Op.HELLO, HUGE.replace(b'"float32"', b"[]"), "dtype"),
         (Op.PROBE, b"short", "fewer than its head"),

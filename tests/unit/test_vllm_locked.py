@@ -198,6 +198,14 @@ def transfer(ids, *blocks, in_parts=False, in_step=False):
     return Transfer("request", (GroupBlocks(0, (tuple(ids),), blocks),), in_parts, in_step)
 
 
+def test_a_node_has_opened_its_disk_before_it_is_asked(path, tmp_path, monkeypatch):
+    monkeypatch.setattr(carrier_module, "RETRY_S", 0.01)
+    with carrying(path, kv_like_vllm()):
+        for _ in range(2):  # also after its restart
+            with serving(path, **below(tmp_path)) as node:
+                until(lambda: node.stats()["pools"])
+
+
 @pytest.mark.parametrize("locks", [False, True])
 def test_what_one_engine_stored_another_loads_with_every_byte_also_after_a_restart(
     path, tmp_path, locks, monkeypatch

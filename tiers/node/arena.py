@@ -131,11 +131,11 @@ class SharedArena(Arena):
             self._capacity.used_bytes += self.stride
             return Frame(self, self._free_locked.pop())
         if self._spare:
-            self._capacity.use_spare(self.stride)
+            self._capacity.drop_spare(self.stride)
+            self._capacity.used_bytes += self.stride
             return Frame(self, self._spare.pop())
-        if not self._has_more or not self._capacity.reserve(self.stride):
-            return None
-        return Frame(self, self._next())
+        fits = self._has_more and self._capacity.reserve(self.stride)
+        return Frame(self, self._next()) if fits else None
 
     def untouched(self) -> int | None:
         """A free frame that gets its memory now, as a spare one. None if there are enough."""

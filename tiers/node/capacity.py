@@ -55,13 +55,8 @@ class Capacity:
         self.kept_bytes += num_bytes
         return True
 
-    def use_spare(self, num_bytes: int) -> None:
-        """A block gets a spare frame."""
-        self.drop_spare(num_bytes)
-        self.used_bytes += num_bytes
-
     def drop_spare(self, num_bytes: int) -> None:
-        """A spare frame has no memory any more."""
+        """A spare frame is none any more: it has no memory, or a block."""
         self.spare_bytes -= num_bytes
         self.kept_bytes -= num_bytes
 

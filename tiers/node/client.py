@@ -7,6 +7,7 @@ again. Frames stay readable after the node has died, since the memory is shared.
 
 import contextlib
 import os
+import select
 import socket
 import struct
 from collections.abc import Mapping, Sequence
@@ -41,7 +42,12 @@ class NodeClient:
 
     @property
     def is_connected(self) -> bool:
-        return self._socket is not None
+        """Whether the node still has this connection. It says nothing there unasked."""
+        if self._socket is None:
+            return False
+        news = select.poll()
+        news.register(self._socket, select.POLLIN)
+        return not news.poll(0)
 
     @property
     def peer(self) -> int:
@@ -54,10 +60,9 @@ class NodeClient:
 
     def answer_within(self, timeout_s: float) -> None:
         """From now on, a later answer counts as the node's end."""
-        if timeout_s != self._timeout_s:
-            self._timeout_s = timeout_s
-            if self._socket is not None:
-                self._socket.settimeout(timeout_s)
+        self._timeout_s = timeout_s
+        if self._socket is not None:
+            self._socket.settimeout(timeout_s)
 
     def connect(self) -> SharedMemory:
         """Join the node and map its memory. Raises NodeGone if none answers."""
@@ -93,7 +98,7 @@ class NodeClient:
         return tiers
 
     def fetch(self, ids: Sequence[BlockId]) -> None:
-        """Have this run loaded into memory, because it will be leased soon. Does not wait."""
+        """Have this run loaded into memory, because it will be leased soon. No answer comes."""
         if ids:
             self._run(Op.FETCH, ids)
 
@@ -162,7 +167,7 @@ class NodeClient:
             raise NodeGone(f"not connected to the node at {self._path}")
         try:
             self._socket.sendall(messages.pack(op, body))
-            return self._receive(op)
+            return self._receive(op) if op is not Op.FETCH else (b"", [])
         except OSError as error:
             self.close()
             raise NodeGone(f"the node at {self._path} went away: {error}") from error

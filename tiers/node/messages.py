@@ -12,7 +12,7 @@ trust a client's keys.
     RESERVE  a run of blocks                -> (position, frame) of each block to be written
     COMMIT   frames that were written       -> ()
     RELEASE  frames that were leased        -> ()
-    FETCH    a run of blocks                -> (): what is not in memory is loaded, for a lease
+    FETCH    a run of blocks                -> no answer: what memory lacks is loaded, for a lease
     STATS    ()                             -> counters (JSON)
     OPERATE  what to do, and to which pool  -> the result (JSON): see `operations`
     LOCK     a piece of the memory          -> whether the client may lock it for its GPU
@@ -36,7 +36,7 @@ from tiers.transfer.economy import CostLine
 
 HEADER = struct.Struct("<IB")  # bytes of the body, operation
 MAX_BODY = 64 << 20
-VERSION = 3
+VERSION = 4
 TIERS = tuple(tier for tier in TierName if tier is not TierName.DEVICE)  # by their number here
 _RUN = struct.Struct("<B16s16sIII")  # pool, scope, parent, tokens of a block, blocks, content bytes
 _CONTENT = struct.Struct("<IH")  # block, bytes

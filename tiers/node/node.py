@@ -255,7 +255,6 @@ class NodeServer:
         ids = ids[: self._room_of(client, pool, asks_only=op in (Op.PROBE, Op.FETCH))]
         if op is Op.FETCH:
             pool.fetch(ids)
-            self._send(client, op, b"")
             return
         if op is Op.RESERVE:
             pairs = pool.reserve(ids)
