@@ -47,7 +47,7 @@ _FINISHES = {
 
 
 class Passage:
-    """Invariant: the endpoint's connection is closed when `deltas` ends, whyever it does."""
+    """Invariant: the request at the endpoint has ended when `deltas` ends, whyever it does."""
 
     def __init__(self, job: Job, ascent: Ascent, *, wants_usage: bool, charge: LedgerCharge):
         self.job = job
@@ -104,12 +104,8 @@ class Passage:
         left = self._is_asked and self._outcome is Outcome.CLIENT_GONE
         if not (self._has_begun or left):
             return EMPTY
-        return billed(
-            self._reader.counted,
-            most_prompt=self._most_prompt,
-            sent=self._num_sent,
-            most_output=self._covered,
-        )
+        most = {"most_prompt": self._most_prompt, "most_output": self._covered}
+        return billed(self._reader.counted, sent=self._num_sent, **most)
 
     def served(self) -> Served:
         usage = self.usage()
@@ -181,8 +177,11 @@ class Passage:
                 self._reader.cached = answer.headers.get(CACHED_HEADER, "")
                 if answer.is_stream != self.job.stream:
                     raise answer.asked.fault(f"a stream: {not self.job.stream}", UNREADABLE)
-                async for events in self._parts(answer):
-                    yield events
+                try:
+                    async for events in self._parts(answer):
+                        yield events
+                finally:
+                    answer.has_all = self._is_complete
 
     def _sent_up(self) -> None:
         self._is_asked = True

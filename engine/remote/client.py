@@ -1,16 +1,18 @@
-"""HTTP to an engine: one connection a request, so that closing it ends the request there.
+"""HTTP to an engine: one connection a request, so that closing it ends the request there. With TLS,
+or over a socket's file, the next gets the connection of an answer that came to its end.
 
 The only place that knows aiohttp. For one event loop. Whatever the other side may grow is bounded:
 lines, answers that come whole, headers (aiohttp's own bounds), and how long it may be silent.
 Redirects are not followed, cookies not kept, and the environment's proxies not used.
 """
 
+import asyncio
 import io
 import logging
 import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from functools import partial
@@ -32,6 +34,8 @@ from engine.errors import (
 logger = logging.getLogger(__name__)
 
 CONNECT_S = 10.0
+IDLE_S = 4.0  # of a kept connection: many servers close theirs after 5
+END_S = 0.1  # from an answer's last event to its end
 SILENCE_S = 600.0  # without a byte: a prompt may wait long in a busy engine's queue
 MAX_LINE_BYTES = 8 << 20  # SGLang repeats all of an answer's tokens in each
 MAX_WHOLE_BYTES = 256 << 20  # log-probabilities of every token of a long prompt
@@ -119,6 +123,7 @@ class HttpAnswer:
         self.asked = asked
         self._content = response.content
         self._rest = b""
+        self.has_all = False  # its last event came: only its end is left
 
     @property
     def is_stream(self) -> bool:
@@ -175,10 +180,10 @@ class EngineHttp:
         """`key` goes with each request as a bearer token. A request takes `whole_s` at most. Paths
         lose their beginning `cut`."""
         parts = urlsplit(url)
-        self.url = url
-        self._key = key
+        self.url, self._key = url, key
         self._whole_s, self._cut = whole_s, cut
         self._socket = parts.path if parts.scheme == "unix" else None
+        self._keeps = parts.scheme in ("https", "unix")
         self._base = "http://localhost" if self._socket else url.rstrip("/")
         self._session: aiohttp.ClientSession | None = None
 
@@ -195,8 +200,8 @@ class EngineHttp:
         headers: Mapping[str, str] | None = None,
         sent: Callable[[], None] = lambda: None,
     ) -> AsyncIterator[HttpAnswer]:
-        """A response with its headers, whatever its status. Its connection is closed at the end of
-        the block. `sent` is called once all of the body is written."""
+        """A response with its headers, whatever its status. What it has not sent by the end of the
+        block is not waited for. `sent` is called once all of the body is written."""
         asked = EngineCall(f"{self.url}{path}", self._key)
         with asked.faults():
             response = await self._opened().request(
@@ -207,9 +212,14 @@ class EngineHttp:
                 allow_redirects=False,
                 timeout=aiohttp.ClientTimeout(self._whole_s, CONNECT_S, SILENCE_S, CONNECT_S),
             )
+        answer = HttpAnswer(asked, response)
         try:
-            yield HttpAnswer(asked, response)
+            yield answer
         finally:
+            if answer.has_all and self._keeps:
+                with suppress(aiohttp.ClientError, OSError, TimeoutError):
+                    async with asyncio.timeout(END_S):
+                        await response.read()
             response.close()
 
     async def events(
@@ -225,6 +235,7 @@ class EngineHttp:
             while lines := await answer.lines():
                 for data in (line[5:].strip() for line in lines if line.startswith(b"data:")):
                     if data == b"[DONE]":
+                        answer.has_all = True
                         return
                     yield answer.asked.event(data)
             raise answer.asked.fault("its stream ended early", BROKE_OFF)
@@ -236,18 +247,18 @@ class EngineHttp:
         data = None if body is None else orjson.dumps(body)
         async with self.request(method, path, data) as answer:
             said = await answer.whole()
-        try:
+        with suppress(ValueError):
             return answer.status, orjson.loads(said)
-        except ValueError:
-            return answer.status, said.decode(errors="replace")
+        return answer.status, said.decode(errors="replace")
 
     def _opened(self) -> aiohttp.ClientSession:
         if self._session is None:
             path = self._socket
             connect = aiohttp.TCPConnector if path is None else partial(aiohttp.UnixConnector, path)
             key = {"authorization": f"Bearer {self._key}"} if self._key else {}
+            kept: Any = {"keepalive_timeout": IDLE_S} if self._keeps else {"force_close": True}
             self._session = aiohttp.ClientSession(
-                connector=connect(limit=0, force_close=True),
+                connector=connect(limit=0, **kept),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 auto_decompress=False,  # a few bytes would become many
                 headers={"accept-encoding": "identity", "user-agent": "cachesvc", **key},

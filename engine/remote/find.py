@@ -115,15 +115,9 @@ async def _found(http: EngineHttp, meant: Meant) -> Remote:
     told = _sglang(about) if kind == _SGLANG else await _vllm(http, meant, model)
     if not told.block_size:
         logger.info(f"the engine at {http.url} does not say how long its blocks are; 16 is taken")
-    return Remote(
-        kind=kind,
-        version=str(about.get("version", "")),
-        protocol=told.protocol,
-        model=model,
-        max_tokens=max_tokens,
-        block_size=told.block_size or 16,
-        num_blocks=told.num_blocks,
-    )
+    known = told._replace(block_size=told.block_size or 16)._asdict()
+    version = str(about.get("version", ""))
+    return Remote(kind=kind, version=version, model=model, max_tokens=max_tokens, **known)
 
 
 async def _ask(http: EngineHttp, method: str, path: str, body: Any = None) -> tuple[int, Any]:

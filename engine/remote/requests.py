@@ -91,9 +91,8 @@ class RemoteRequests:
     @property
     def num_decoding(self) -> int:
         """Sequences whose prompt is complete."""
-        return sum(
-            len(each.answer.live) for each in self._running.values() if each.answer.has_begun
-        )
+        begun = (each.answer for each in self._running.values() if each.answer.has_begun)
+        return sum(len(answer.live) for answer in begun)
 
     def begin(self, request: Request, failed: BaseException | None) -> None:
         """Starts a request; ends it with an error if the engine has `failed`."""

@@ -94,14 +94,11 @@ class Upstream:
 
     def allows(self, request: Request | None) -> bool:
         """Whether to ask it now for this request, which those took that had been found then."""
-        if self._is_away:
-            return False
-        try:
-            if request is not None:
+        with contextlib.suppress(InvalidParameter):
+            if request is not None and not self._is_away:
                 self.remote.protocol.check(request)
-        except InvalidParameter:
-            return False
-        return True
+            return not self._is_away
+        return False
 
     def answered(self) -> None:
         """It answers as it should."""

@@ -29,23 +29,17 @@ sys.meta_path.insert(0, Broken)
 """
 TILE = "        begin, until = max(low, start), min(low + tile, end)\n"
 ZEROS = "torch.cat([keys[:, :1] * 0.0, keys[:, 1:]], 1)"
-SHORT = "end - int(end - start > 8)", "stop - int(end - start > 8)"
+WRITE = "values[:, start:end].copy_(call.value[first:stop]."
+SHORTER = WRITE.replace("start:end]", "start : end - int(end - start > 8)]").replace(
+    "first:stop]", "first : stop - int(end - start > 8)]"
+)
+DENSE = "engine.attention.dense"
 # By what is wrong: the module, its sound text, and the broken one.
 BREAKS = {
     "a tile that begins in its middle reads its first key as zeros": [
-        (
-            "engine.attention.dense",
-            TILE,
-            f"{TILE}        if begin > low:\n            keys = {ZEROS}\n",
-        )
+        (DENSE, TILE, f"{TILE}        if begin > low:\n            keys = {ZEROS}\n")
     ],
-    "the last value of a long chunk is not written": [
-        (
-            "engine.attention.dense",
-            "values[:, start:end].copy_(call.value[first:stop].",
-            f"values[:, start : {SHORT[0]}].copy_(call.value[first : {SHORT[1]}].",
-        )
-    ],
+    "the last value of a long chunk is not written": [(DENSE, WRITE, SHORTER)],
 }
 
 

@@ -172,21 +172,10 @@ def test_a_scope_is_drawn_with_its_owner(world):
     assert first.startswith("scope ") and first.endswith(" of acme")
 
 
-QUOTE = {
-    "prompt_tokens": 100,
-    "hit_tokens": 64,
-    "hit_tokens_by_tier": {"device": 0, "host": 16, "disk": 48},
-    "miss_tokens": 36,
-    "max_output_tokens": 10,
-    "price": {
-        "currency": "CNY",
-        "prompt": "0.00004",
-        "at_most": "0.00006",
-        "card": "deepseek-launch",
-        "version": "2024-08-02",
-        "window": "standard",
-    },
-}
+PRICE = {"currency": "CNY", "prompt": "0.00004", "at_most": "0.00006"}
+PRICE |= {"card": "deepseek-launch", "version": "2024-08-02", "window": "standard"}
+QUOTE = {"prompt_tokens": 100, "hit_tokens": 64, "miss_tokens": 36, "max_output_tokens": 10}
+QUOTE |= {"hit_tokens_by_tier": {"device": 0, "host": 16, "disk": 48}, "price": PRICE}
 
 
 def test_a_quote_says_where_hits_come_from_and_what_they_cost():

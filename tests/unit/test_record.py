@@ -33,15 +33,8 @@ def block(tokens: bytes = token_bytes(range(16)), content: bytes = b"") -> Block
 
 
 def packed(of: BlockId) -> bytes:
-    return pack_header(
-        of,
-        layout=LAYOUT,
-        codec=1,
-        item_bytes=2,
-        logical_nbytes=256,
-        payload=PAYLOAD,
-        written_s=1_700_000_000,
-    )
+    sizes = {"item_bytes": 2, "logical_nbytes": 256, "written_s": 1_700_000_000}
+    return pack_header(of, layout=LAYOUT, codec=1, payload=PAYLOAD, **sizes)  # type: ignore[arg-type]
 
 
 @settings(max_examples=50, deadline=None)

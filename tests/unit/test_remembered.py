@@ -29,24 +29,12 @@ def record(number):
         Timeline(1, 2, 3, 4, 5),
         finishes=(FinishReason.STOP,),
     )
-    return RequestRecord(
-        request_id=f"r{number}",
-        client_id="",
-        tenant="acme",
-        project="",
-        key_id="",
-        session="",
-        model="tiny",
-        stream=False,
-        num_choices=1,
-        prompt_tokens=7,
-        scope=PrefixKey(b"s" * 16),
-        arrived_s=1000.0 + number,
-        state=State.FINISHED,
-        served=served,
-        bill=Bill(served.usage, "CNY", "0.1", "0.2"),
-        ended_s=1001.0 + number,
-    )
+    empty = dict.fromkeys(("client_id", "project", "key_id", "session"), "")
+    asked = {"request_id": f"r{number}", "tenant": "acme", "model": "tiny", "stream": False}
+    asked |= {"num_choices": 1, "prompt_tokens": 7, "scope": PrefixKey(b"s" * 16)}
+    ended = {"arrived_s": 1000.0 + number, "ended_s": 1001.0 + number, "state": State.FINISHED}
+    bill = Bill(served.usage, "CNY", "0.1", "0.2")
+    return RequestRecord(**empty, **asked, **ended, served=served, bill=bill)
 
 
 def kept(path, *records, max_records=100):

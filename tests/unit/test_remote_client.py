@@ -2,13 +2,16 @@
 
 import asyncio
 import gzip
+import ssl
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from email.utils import formatdate
 from pathlib import Path
 
 import pytest
+from aiohttp import connector
+from werkzeug.serving import make_ssl_devcert
 
 from engine.errors import RemoteFault
 from engine.remote import client as module
@@ -17,6 +20,7 @@ from engine.remote.client import EngineHttp
 pytestmark = pytest.mark.anyio
 HEAD = b"HTTP/1.1 200 OK\r\n"
 STREAM = HEAD + b"content-type: text/event-stream\r\n\r\n"
+CHUNKED = b"transfer-encoding: chunked\r\n"
 Reader, Writer = asyncio.StreamReader, asyncio.StreamWriter
 
 
@@ -52,11 +56,33 @@ class Peer:
         writer.close()
 
 
+class Lasting(Peer):
+    """Answers one request after another in a connection."""
+
+    num_connections = num_open = 0
+
+    async def __call__(self, reader: Reader, writer: Writer) -> None:
+        self.num_connections += 1
+        self.num_open += 1
+        with suppress(asyncio.IncompleteReadError):
+            while await reader.readuntil(b'\r\n\r\n{"a":1}'):
+                writer.write(self.answer)
+                await asyncio.sleep(0.01)
+                writer.write(b"0\r\n\r\n")
+        writer.close()
+        with suppress(OSError):
+            await writer.wait_closed()
+        self.num_open -= 1
+
+
 @asynccontextmanager
-async def talking(peer: Peer, socket: Path | None = None) -> AsyncIterator[EngineHttp]:
+async def talking(
+    peer: Peer, socket: Path | None = None, tls: ssl.SSLContext | None = None
+) -> AsyncIterator[EngineHttp]:
     if socket is None:
-        server = await asyncio.start_server(peer, "127.0.0.1", 0)
-        peer.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        server = await asyncio.start_server(peer, "127.0.0.1", 0, ssl=tls)
+        place = f"localhost:{server.sockets[0].getsockname()[1]}"
+        peer.url = f"https://{place}" if tls else f"http://{place}"
     else:
         server = await asyncio.start_unix_server(peer, socket)
         peer.url = f"unix:{socket}"
@@ -86,11 +112,7 @@ BOUNDS: dict[str, tuple[Call, Peer, str]] = {
     "a header": (ask, Peer(HEAD + b"a: ", endless=b"x" * 5000), "broke off"),
     "headers": (ask, Peer(HEAD, endless=b"a: b\r\n" * 100), "broke off"),
     "a status line": (ask, Peer(b"HTTP/1.1 200 ", endless=b"x" * 5000), "broke off"),
-    "a chunk's size": (
-        ask,
-        Peer(HEAD + b"transfer-encoding: chunked\r\n\r\n", endless=b"f" * 5000),
-        "broke off",
-    ),
+    "a chunk's size": (ask, Peer(HEAD + CHUNKED + b"\r\n", endless=b"f" * 5000), "broke off"),
     "silence before the headers": (ask, Peer(b"", stays=True), "timed out"),
     "silence within the headers": (ask, Peer(HEAD, stays=True), "timed out"),
     "silence within a stream": (events, Peer(STREAM + b": hello\n", stays=True), "timed out"),
@@ -99,9 +121,8 @@ BOUNDS: dict[str, tuple[Call, Peer, str]] = {
 
 @pytest.mark.parametrize("case", BOUNDS)
 async def test_what_the_other_side_grows_has_a_bound(case, monkeypatch):
-    monkeypatch.setattr(module, "MAX_LINE_BYTES", 200_000)
-    monkeypatch.setattr(module, "MAX_ERROR_BYTES", 200_000)
-    monkeypatch.setattr(module, "MAX_WHOLE_BYTES", 200_000)
+    for bound in ("MAX_LINE_BYTES", "MAX_ERROR_BYTES", "MAX_WHOLE_BYTES"):
+        monkeypatch.setattr(module, bound, 200_000)
     monkeypatch.setattr(module, "SILENCE_S", 0.3)
     call, peer, told = BOUNDS[case]
     peer.left = asyncio.Event()
@@ -180,6 +201,29 @@ async def test_a_request_that_is_left_ends_its_connection():
         async with http.request("POST", "/x", b"{}") as answer:
             assert [b'data: {"a": 1}', b""] == await answer.lines()
         await asyncio.wait_for(peer.left.wait(), 30)
+
+
+async def test_with_tls_the_connection_of_an_answer_that_came_to_its_end_is_used_again(
+    tmp_path, monkeypatch
+):
+    cert, key = make_ssl_devcert(str(tmp_path / "tls"), cn="localhost")
+    trusting, tls = ssl.create_default_context(cafile=cert), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(cert, key)
+    monkeypatch.setattr(connector, "_SSL_CONTEXT_VERIFIED", trusting)
+    done = b'data: {"a": 1}\n\ndata: [DONE]\n\n'
+    stream = STREAM[:-2] + CHUNKED + b"\r\n%x\r\n" % len(done) + done + b"\r\n"
+    for peer, used in ((Lasting(stream), [1, 1, 1, 2]), (Lasting(stream), [1, 2, 3, 5])):
+        async with talking(peer, tls=tls if used[1] == 1 else None) as http:
+            counts = list[int]()
+            for _ in range(3):
+                assert [{"a": 1}] == await events(http)
+                counts.append(peer.num_connections)
+            async with http.request("POST", "/x", b'{"a":1}'):
+                pass  # leaves before the end
+            assert [{"a": 1}] == await events(http)
+            assert used == [*counts, peer.num_connections]
+        while peer.num_open:
+            await asyncio.sleep(0.01)
 
 
 async def test_nothing_is_followed_kept_expanded_or_taken_from_the_environment(monkeypatch):

@@ -185,15 +185,9 @@ def on_disk(*prompts: list[int], root: PrefixKey = ROOT) -> DiskBlocks:
     for prompt in prompts:
         chain = Chain(root, prompt, BLOCK)
         for number, key in enumerate(chain.keys):
-            by_key[key] = BlockInfo(
-                key=key,
-                stored_bytes=100,
-                used_s=now_s - 60,
-                scope=root,
-                parent=chain.parent(number),
-                tokens=chain.chunks[number],
-                computed_s=now_s - 120,
-            )
+            at = {"parent": chain.parent(number), "tokens": chain.chunks[number]}
+            when = {"used_s": now_s - 60, "computed_s": now_s - 120}
+            by_key[key] = BlockInfo(key=key, stored_bytes=100, scope=root, **at, **when)
     by_parent: dict[PrefixKey, list[BlockInfo]] = {}
     for block in by_key.values():
         by_parent.setdefault(block.parent, []).append(block)
