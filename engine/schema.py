@@ -261,19 +261,11 @@ def _escaped(name: str) -> str:
 _READERS = {
     **dict.fromkeys(("items", "additionalProperties"), "_schema"),
     **dict.fromkeys(("allOf", "anyOf", "oneOf", "prefixItems"), "_schemas"),
-    **dict.fromkeys(
-        ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"),
-        "_count",
-    ),
+    **{a + b: "_count" for a in ("min", "max") for b in ("Length", "Items", "Properties")},
     **dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"), "_number"),
-    "multipleOf": "_multiple",
-    "properties": "_properties",
+    **{key: f"_{key}" for key in ("properties", "pattern", "format", "type", "required", "enum")},
     "patternProperties": "_pattern_properties",
-    "pattern": "_pattern",
-    "format": "_format",
-    "type": "_type",
-    "required": "_required",
-    "enum": "_enum",
+    "multipleOf": "_multiple",
     "const": "_constant",
     "$ref": "_ref",
 }

@@ -10,7 +10,6 @@ threads, and the faster number is kept.
 Equal inputs give equal bits with any number of threads. Engine thread only.
 """
 
-import logging
 import math
 import time
 from collections import defaultdict, deque
@@ -21,9 +20,7 @@ from statistics import median
 import torch
 
 from engine.execution.waiting import Waiting
-from engine.openmp import num_processors
-
-logger = logging.getLogger(__name__)
+from engine.openmp import num_processors, take_short_turns
 
 SAMPLE = 4  # steps of each size that a trial compares
 FIRST_REST = 32  # steps of a kind before its first trial
@@ -80,6 +77,7 @@ class ThreadTeam:
     def begin(self, num_rows: int, num_keys: int) -> None:
         """Begin a step of `num_rows` rows, which see so many keys."""
         if self._most is None:
+            take_short_turns()
             self.size = torch.get_num_threads()
             self._most = min(self.size, num_processors())
         kind = self._kind(num_rows, num_keys)
@@ -155,10 +153,6 @@ class ThreadTeam:
         assert kind.tried is not None
         better = trial_s < GAIN * before_s if kind.grows else GAIN * trial_s < before_s
         if better:
-            logger.debug(
-                "steps like the last take %.1f ms with %d threads and %.1f with %d",
-                *(1e3 * trial_s, kind.tried, 1e3 * before_s, kind.size),
-            )
             kind.crowded_s = self._clock_s() if kind.tried < kind.size else None
             kind.size = kind.tried
             kind.recent = deque(kind.trial[1:], maxlen=SAMPLE)

@@ -159,16 +159,9 @@ def test_long_spans_with_caps_or_sinks_compute_few_scores_at_once(scores, window
 def graphs_of(runner, num_blocks, sizes, scratch):
     """Which a recording makes by calling its work again."""
     assert cuda_graphs(runner._attention, torch.device("cuda"))
-    return StepGraphs(
-        runner._decode_logits,
-        runner._attention,
-        max_blocks=num_blocks,
-        block_size=BLOCK,
-        device=CPU,
-        batch_sizes=sizes,
-        record=lambda work: work,
-        scratch=scratch,
-    )
+    of = {"max_blocks": num_blocks, "block_size": BLOCK, "device": CPU, "batch_sizes": sizes}
+    of |= {"record": lambda work: work, "scratch": scratch}
+    return StepGraphs(runner._decode_logits, runner._attention, **of)
 
 
 @pytest.fixture

@@ -1,8 +1,10 @@
 """The team of arithmetic threads is the size that is fastest, for each kind of step."""
 
+import platform
 import random
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -10,7 +12,10 @@ from hypothesis import strategies as st
 
 from engine.execution import team
 from engine.execution.waiting import WINDOW_S, Waiting
-from engine.openmp import allowed_processors
+from engine.openmp import TURN_NS, allowed_processors
+from tests.support.threads import beside
+
+SCHED = Path("/proc/thread-self/sched")
 
 
 class Machine:
@@ -126,6 +131,15 @@ def test_a_kind_of_step_that_is_new_knows_that_others_were_there():
 def test_a_machine_of_one_processor_tries_nothing():
     machine = Machine(idle, most=1)
     assert machine.steps(500) == Counter({1: 500})
+
+
+@pytest.mark.skipif(not SCHED.exists(), reason="the system does not tell")
+def test_the_threads_of_a_team_take_short_turns():
+    """Linux before 6.12 takes no notice."""
+    turns: list[str] = []
+    with beside(lambda: (team.ThreadTeam().begin(1, 1), turns.append(SCHED.read_text()))):
+        takes_notice = tuple(map(int, platform.release().split(".")[:2])) >= (6, 12)
+    assert takes_notice == (f": {TURN_NS:>20}\n" in turns[0])
 
 
 @pytest.mark.parametrize("longest", [10, 100])

@@ -70,24 +70,16 @@ def main(model, connector):
         ]
         started = time.perf_counter()
         outputs = engine.generate(asked, greedy, use_tqdm=False)
-        return [
-            {
-                "tokens": list(output.outputs[0].token_ids),
-                "logprobs": [
-                    chosen[token].logprob
-                    for token, chosen in zip(
-                        output.outputs[0].token_ids, output.outputs[0].logprobs, strict=True
-                    )
-                ],
-                "cached": output.num_cached_tokens,
-                "hits": (output.kv_transfer_params or {}).get("cachesvc", {}).get("hit_tokens"),
-                "misses": (output.kv_transfer_params or {})
-                .get("cachesvc", {})
-                .get("miss_tokens", {}),
-                "seconds": time.perf_counter() - started,
-            }
-            for output in outputs
-        ]
+        answers, seconds = [], time.perf_counter() - started
+        for output in outputs:
+            (said,) = output.outputs
+            chosen = zip(said.token_ids, said.logprobs, strict=True)
+            answer = {"tokens": list(said.token_ids), "cached": output.num_cached_tokens}
+            answer["logprobs"] = [likely[token].logprob for token, likely in chosen]
+            told = (output.kv_transfer_params or {}).get("cachesvc", {})
+            used = {"hits": told.get("hit_tokens"), "misses": told.get("miss_tokens", {})}
+            answers.append({**answer, **used, "seconds": seconds})
+        return answers
 
     def reset(external=False):
         done = engine.reset_prefix_cache(reset_connector=external)
