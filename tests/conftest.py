@@ -47,14 +47,15 @@ def pytest_xdist_auto_num_workers() -> int:
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """In CI a failure is told at once: a run cut short, or a test that then passes, loses it."""
+    """Where a failed test runs once more, as in CI, its failure is told at once: a run that is cut
+    short, or a test that then passes, would lose it."""
 
     def tell(report: pytest.TestReport) -> None:
         if report.outcome in {"failed", "rerun"}:
             terminal.write_line(f"\n{report.nodeid}: {report.outcome}\n{report.longreprtext}")
 
     terminal = config.pluginmanager.get_plugin("terminalreporter")
-    if "CI" in os.environ and "PYTEST_XDIST_WORKER" not in os.environ:
+    if config.getoption("--reruns", None) and "PYTEST_XDIST_WORKER" not in os.environ:
         hook = {"pytest_runtest_logreport": staticmethod(tell)}
         config.pluginmanager.register(type("Failures", (), hook))
 
