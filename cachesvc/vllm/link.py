@@ -3,13 +3,12 @@
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
 from tiers.blocks.keys import BlockId
 from tiers.blocks.layout import BlockLayout
-from tiers.errors import NodeError
+from tiers.errors import NodeError, NodeGone
 from tiers.node.arena import SharedMemory
 from tiers.node.client import NodeClient
 from tiers.tier import TierName
@@ -18,6 +17,7 @@ from tiers.transfer.economy import CostLine
 logger = logging.getLogger(__name__)
 
 RETRY_S = 1.0  # pause after a failure of the node
+REFUSED_S = 60.0  # and before a node that refused, and logs that, is joined unasked again
 
 T = TypeVar("T")
 
@@ -36,7 +36,7 @@ class NodeLink:
         self._client = NodeClient(path, layout, timeout_s=timeout_s)
         self._timeout_s = timeout_s
         self._clock_s = clock_s
-        self._not_before_s = float("-inf")
+        self._not_before_s = self._not_joined_before_s = float("-inf")
         self._is_away = False  # and that was logged
         self.faults = 0
 
@@ -51,9 +51,13 @@ class NodeLink:
     def join(self) -> None:
         """Connect if the node is there and is not joined yet. Waits `RETRY_S` at most."""
         self._client.answer_within(RETRY_S)
-        with suppress(NodeError):  # whoever asks it for something says that it is away
-            if not self._client.is_connected:
-                self._client.connect()
+        if self._client.is_connected or self._clock_s() < self._not_joined_before_s:
+            return
+        try:
+            self._client.connect()
+        except NodeError as error:  # whoever asks it for something says so
+            if not isinstance(error, NodeGone):
+                self._not_joined_before_s = self._clock_s() + REFUSED_S
 
     def attempt(
         self, use: Callable[[NodeClient], T], *, timeout_s: float | None = None

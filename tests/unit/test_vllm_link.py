@@ -1,8 +1,9 @@
 """How a vLLM engine reaches its node: one that fails is a miss, and one that is back is used."""
 
-from cachesvc.vllm.link import RETRY_S, NodeLink
+from cachesvc.vllm.link import REFUSED_S, RETRY_S, NodeLink
 from tests.support.disks import Clock
 from tests.unit.test_node_socket import LAYOUT, below, prompt, serving, write
+from tiers.node.messages import engine_layout
 from tiers.tier import TierName
 
 
@@ -36,6 +37,16 @@ def test_a_node_that_was_restarted_is_joined_without_a_miss(tmp_path):
     with serving(path, **below(tmp_path)):
         assert ([TierName.DISK] * 3, 0) == (link.probe(prompt(1)), link.faults)
         link.close()
+
+
+def test_a_node_that_refuses_is_joined_again_after_a_minute_and_logs_little(tmp_path, caplog):
+    path, clock = tmp_path / "node.sock", Clock()
+    link = NodeLink(path, engine_layout(2, 1 << 20, 4, "float32"), timeout_s=5, clock_s=clock)
+    with serving(path):
+        for _ in range(2 * int(REFUSED_S)):
+            link.join()
+            clock.now_s += RETRY_S
+    assert 2 == len(caplog.records)
 
 
 def test_a_node_that_hangs_is_waited_for_once(tmp_path, monkeypatch):

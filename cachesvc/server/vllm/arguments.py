@@ -13,18 +13,14 @@ from cachesvc.config.settings import Settings
 
 # Arguments that would repeat or contradict the server's, and what to use instead.
 OURS: Mapping[str, str] = {
-    "model": "--model",
-    "tokenizer": "the model's own tokenizer",
-    "served-model-name": "--model",
-    "enable-lora": "--adapter NAME=SOURCE",
-    "lora-modules": "--adapter NAME=SOURCE",
+    **dict.fromkeys(("model", "served-model-name"), "--model"),
+    **dict.fromkeys(("tokenizer", "skip-tokenizer-init"), "the model's own tokenizer"),
+    **dict.fromkeys(("enable-lora", "lora-modules"), "--adapter NAME=SOURCE"),
     "dtype": "--dtype",
     "kv-transfer-config": "engine.node, which names the node",
-    "skip-tokenizer-init": "the model's own tokenizer",
     "structured-outputs-config": "llguidance, which the server sets",
     "host": "--host",
-    "port": "--port",
-    "uds": "--port",
+    **dict.fromkeys(("port", "uds"), "--port"),
     "api-key": "cachesvc keys",
 }
 
