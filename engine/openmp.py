@@ -13,6 +13,7 @@ import struct
 import sys
 from collections.abc import Callable, Iterator, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -44,10 +45,11 @@ def num_processors() -> int:
 def take_short_turns() -> None:
     """Ask for short turns of this thread and those it starts: beside others they come sooner."""
     number = {"x86_64": 314, "aarch64": 274}.get(platform.machine())
-    if number and sys.platform == "linux" and os.sched_getscheduler(0) == os.SCHED_OTHER:
-        nice = os.getpriority(os.PRIO_PROCESS, 0)
-        asked = struct.pack("IIQiIQQQII", 56, os.SCHED_OTHER, 0, nice, 0, TURN_NS, 0, 0, 0, 0)
-        ctypes.CDLL(None).syscall(number, 0, asked, 0)  # sched_setattr, heeded from 6.12 on
+    with suppress(OSError):  # it is nothing that a start should fail by
+        if number and sys.platform == "linux" and os.sched_getscheduler(0) == os.SCHED_OTHER:
+            nice = os.getpriority(os.PRIO_PROCESS, 0)
+            asked = struct.pack("IIQiIQQQII", 56, os.SCHED_OTHER, 0, nice, 0, TURN_NS, 0, 0, 0, 0)
+            ctypes.CDLL(None).syscall(number, 0, asked, 0)  # sched_setattr, heeded from 6.12 on
 
 
 def allowed_processors() -> set[int]:
