@@ -235,13 +235,9 @@ def _attend_causal(
     grouped = can_use_flash_attention(SDPAParams(queries, keys, values, None, 0.0, False, True))
     if not grouped:  # other kernels take one head of keys for each of queries
         keys, values = (each.repeat_interleave(groups, 1) for each in (keys, values))
+    mask = causal_lower_right(query.shape[0], key.shape[0])
     output = scaled_dot_product_attention(
-        queries,
-        keys,
-        values,
-        attn_mask=causal_lower_right(query.shape[0], key.shape[0]),
-        scale=scaling,
-        enable_gqa=grouped,
+        queries, keys, values, attn_mask=mask, scale=scaling, enable_gqa=grouped
     )
     return output[0].transpose(0, 1)
 

@@ -175,15 +175,9 @@ def _save_tokenizer(
     tokenizer: FastTokenizer, fields: Mapping[str, Any], max_context: int, folder: Path
 ) -> None:
     tokens: list[str] = fields["tokenizer.ggml.tokens"]
-    named = {
-        name: tokens[fields[key]]
-        for name, key in (
-            ("eos_token", "tokenizer.ggml.eos_token_id"),
-            ("unk_token", "tokenizer.ggml.unknown_token_id"),
-            ("pad_token", "tokenizer.ggml.padding_token_id"),
-        )
-        if key in fields
-    }
+    places = {"eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+    keys = {name: f"tokenizer.ggml.{place}_token_id" for name, place in places.items()}
+    named = {name: tokens[fields[key]] for name, key in keys.items() if key in fields}
     if (bos := bos_token(fields)) is not None:
         named["bos_token"] = bos
     settings = {

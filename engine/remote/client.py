@@ -1,5 +1,5 @@
 """HTTP to an engine: one connection a request, so that closing it ends the request there. With TLS,
-or over a socket's file, the next gets the connection of an answer that came to its end.
+the next one gets the connection of an answer that came to its end.
 
 The only place that knows aiohttp. For one event loop. Whatever the other side may grow is bounded:
 lines, answers that come whole, headers (aiohttp's own bounds), and how long it may be silent.
@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 import orjson
+from aiohttp.connector import Connection
 
 from engine.errors import (
     RemoteAway,
@@ -181,9 +182,8 @@ class EngineHttp:
         lose their beginning `cut`."""
         parts = urlsplit(url)
         self.url, self._key = url, key
-        self._whole_s, self._cut = whole_s, cut
+        self._whole_s, self._cut, self._keeps = whole_s, cut, parts.scheme == "https"
         self._socket = parts.path if parts.scheme == "unix" else None
-        self._keeps = parts.scheme in ("https", "unix")
         self._base = "http://localhost" if self._socket else url.rstrip("/")
         self._session: aiohttp.ClientSession | None = None
 
@@ -254,7 +254,8 @@ class EngineHttp:
     def _opened(self) -> aiohttp.ClientSession:
         if self._session is None:
             path = self._socket
-            connect = aiohttp.TCPConnector if path is None else partial(aiohttp.UnixConnector, path)
+            tcp = _Kept if self._keeps else aiohttp.TCPConnector
+            connect = tcp if path is None else partial(aiohttp.UnixConnector, path)
             key = {"authorization": f"Bearer {self._key}"} if self._key else {}
             kept: Any = {"keepalive_timeout": IDLE_S} if self._keeps else {"force_close": True}
             self._session = aiohttp.ClientSession(
@@ -264,6 +265,18 @@ class EngineHttp:
                 headers={"accept-encoding": "identity", "user-agent": "cachesvc", **key},
             )
         return self._session
+
+
+class _Kept(aiohttp.TCPConnector):
+    """Gives out no connection on which something came unasked: the next would take it as theirs."""
+
+    async def connect(self, *asked: Any, **more: Any) -> Connection:
+        for _ in range(100):  # else there is another at the end, that speaks first
+            found = await super().connect(*asked, **more)
+            if found.protocol is not None and not found.protocol.should_close:
+                return found
+            found.close()
+        raise aiohttp.ServerDisconnectedError("it speaks unasked")
 
 
 class _Body(aiohttp.BytesIOPayload):

@@ -103,14 +103,9 @@ async def read(steps, *, n=1, stop=(), purse=10**6, pause_s=0):
     """Feeds the steps to a generation; its texts and finishes by choice."""
     bridge, engine, model = OutputBridge(), SilentEngine(), byte_model()
     bridge.bind(asyncio.get_running_loop())
-    job = Job(
-        request_id="r",
-        model=model,
-        prompts=(model.tokenizer.encode("abcd"),),
-        params=SamplingParams(n=n, max_tokens=1000),
-        scope=model.scope,
-        stop=stop,
-    )
+    params, prompts = SamplingParams(n=n, max_tokens=1000), (model.tokenizer.encode("abcd"),)
+    asked = {"prompts": prompts, "params": params, "stop": stop}
+    job = Job(request_id="r", model=model, scope=model.scope, **asked)
     generation = Generation(job, Purse(purse), engine=engine, bridge=bridge)
     generation.submit()
 

@@ -4,6 +4,7 @@ import json
 from types import SimpleNamespace
 from typing import Any
 
+import anyio
 import pytest
 
 from billing.money import UNITS
@@ -14,7 +15,7 @@ from engine.errors import ModelError
 from tests.api.relaying import ALL, charges, paying, relaying, unreported, usage_of, usages
 from tests.support.billing import card_text, priced
 from tests.support.remote_engine import event
-from tests.support.stand_in import served
+from tests.support.stand_in import served, tls
 from tests.support.upstream import (
     CACHED,
     CHAT,
@@ -52,6 +53,26 @@ async def test_an_answer_passes_byte_for_byte_and_costs_the_same_streamed(up, tm
         first, second = charges(service)
         assert first.amount == second.amount != 0
         assert path == up.asked[-1][0]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_over_tls_an_answer_leaves_its_connection_to_the_next(
+    up, tmp_path, monkeypatch, stream
+):
+    up.socket = tls(tmp_path, monkeypatch).wrap_socket(up.socket, server_side=True)
+    up.script = {path: [*script, 0.06] for path, script in up.script.items()}  # and then it ends
+    async with relaying(tmp_path, up) as (service, client):
+        for path in PATHS:
+            for _ in range(30):
+                before = up.num_connections
+                for _ in range(4):
+                    await client.post(path, json=body(path, stream=stream))
+                    await anyio.sleep(0.1)
+                if up.num_connections - before < 2:  # a look at the endpoint may have taken one
+                    break
+            else:
+                raise AssertionError(f"each answer of {path} took a connection")
+        assert all(used == ALL for used in usages(service))
 
 
 @pytest.mark.parametrize("root", ["/v1", "/openai/v1/", "/v1beta/openai", "/api/paas/v4"])

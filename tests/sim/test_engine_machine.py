@@ -41,14 +41,8 @@ def test_forced_tokens_change_no_answer_and_save_a_step_each():
     for jump_forward in (True, False):
         world = World(device_blocks=16, host_blocks=16, jump_forward=jump_forward)
         for number in range(6):
-            world.submit(
-                f"r{number}",
-                [number] * 9,
-                max_tokens=30,
-                n=1 + number % 2,
-                seed=number,
-                grammar=RandomGrammar(number),
-            )
+            asked = {"n": 1 + number % 2, "seed": number, "grammar": RandomGrammar(number)}
+            world.submit(f"r{number}", [number] * 9, max_tokens=30, **asked)
         world.check()
         answers.append([world.tokens(f"r{n}", i) for n in range(6) for i in range(1 + n % 2)])
         steps.append(world.engine.stats().num_steps)

@@ -20,14 +20,8 @@ from tiers.tier import TierName
 @pytest.mark.parametrize("host_moves", [False, True])
 def test_a_tenant_within_its_share_loses_nothing_to_a_scan(host_moves):
     """Half of every tier is promised to one tenant, and another asks for ever new prompts."""
-    world = World(
-        device_blocks=40,
-        host_blocks=40,
-        disk_blocks=120,
-        quotas={root_of(b"acme"): 0.5},
-        host_moves=host_moves,
-        max_running=2,
-    )
+    sizes = {"device_blocks": 40, "host_blocks": 40, "disk_blocks": 120, "max_running": 2}
+    world = World(**sizes, quotas={root_of(b"acme"): 0.5}, host_moves=host_moves)
     prompts = [[tenth * 5 + n % 5 for n in range(18)] for tenth in range(4)]
     for number, prompt in enumerate(prompts):
         world.ask(f"acme{number}", prompt, max_tokens=1, tenant=b"acme")

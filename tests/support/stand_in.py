@@ -2,12 +2,21 @@
 
 import json
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any, TypeVar
+
+import pytest
+from aiohttp import connector
+from werkzeug.serving import make_ssl_devcert
+
+from engine.remote import client
+from tests.patience import PATIENCE_S
 
 RESET = "reset"  # the connection is closed with what was sent so far
 WAIT = "wait"  # until the test says `go`
@@ -24,10 +33,16 @@ class StandIn(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), handler)
         self.go = threading.Event()
         self.left = threading.Event()  # somebody closed the connection before the end
+        self.num_connections = 0
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
+        scheme = "https" if isinstance(self.socket, ssl.SSLSocket) else "http"
+        return f"{scheme}://{'localhost' if scheme == 'https' else '127.0.0.1'}:{self.server_port}"
+
+    def process_request(self, *given: Any) -> None:
+        self.num_connections += 1
+        super().process_request(*given)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that leaves is no news."""
@@ -87,6 +102,17 @@ class Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the base's name
         """Says nothing."""
+
+
+def tls(folder: Path, monkeypatch: pytest.MonkeyPatch) -> ssl.SSLContext:
+    """Of a server at `localhost`, whom our client trusts from now on."""
+    cert, key = make_ssl_devcert(str(folder / "tls"), cn="localhost")
+    trusting, own = ssl.create_default_context(cafile=cert), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    own.load_cert_chain(cert, key)
+    monkeypatch.setattr(connector, "_SSL_CONTEXT_VERIFIED", trusting)
+    for patience in ("IDLE_S", "END_S"):  # a busy machine is not what a test with it is about
+        monkeypatch.setattr(client, patience, PATIENCE_S)
+    return own
 
 
 Server = TypeVar("Server", bound=StandIn)

@@ -155,6 +155,9 @@ def test_prometheus_says_the_same(tmp_path):
     assert tested.returncode == 0, tested.stdout + tested.stderr
 
 
+FIRING = 'count by (alertname, instance, currency) (ALERTS{alertstate="firing"})'
+
+
 def _told_to_promtool(hours: int) -> dict[str, Any]:
     """The cases of so many hours, side by side: a rule is evaluated once for all."""
     cases = [case for case in CASES if case.hours == hours]
@@ -171,13 +174,7 @@ def _told_to_promtool(hours: int) -> dict[str, Any]:
             for case in cases
             for name, told in case.series.items()
         ],
-        "promql_expr_test": [
-            {
-                "expr": 'count by (alertname, instance, currency) (ALERTS{alertstate="firing"})',
-                "eval_time": f"{hours}h",
-                "exp_samples": samples,
-            }
-        ],
+        "promql_expr_test": [{"expr": FIRING, "eval_time": f"{hours}h", "exp_samples": samples}],
     }
 
 

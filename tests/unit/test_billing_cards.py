@@ -46,14 +46,8 @@ ABOVE = "[[model.above]]\nprompt_tokens = 9\nmiss = 0.5\n"
 WINDOW = '[[window]]\nname = "w"\nstart = "00:30"\nend = "08:30"\n'
 
 
-USUAL = {
-    "version": "1",
-    "valid_from": "2024-01-01T00:00:00Z",
-    "zone": "UTC",
-    "more": "",
-    "hit": "hit = 0.1",
-    "rates": "",
-}
+USUAL = {"version": "1", "valid_from": "2024-01-01T00:00:00Z", "zone": "UTC"}
+USUAL |= {"more": "", "hit": "hit = 0.1", "rates": ""}
 
 
 def card(**changes: str) -> RateCard:

@@ -22,16 +22,10 @@ from billing.usage import CLASSES, Usage
 from tests.support.billing import START_NS
 
 COUNT = st.integers(0, 10**7)
+HITS = ("hit_device", "hit_host", "hit_disk", "hit_remote")
 USAGES = st.builds(
     lambda unreported, **counts: Usage(unreported=min(unreported, counts["miss"]), **counts),
-    hit_device=COUNT,
-    hit_host=COUNT,
-    hit_disk=COUNT,
-    hit_remote=COUNT,
-    miss=COUNT,
-    output=COUNT,
-    storage_token_hours=COUNT,
-    unreported=COUNT,
+    **dict.fromkeys((*HITS, "miss", "output", "storage_token_hours", "unreported"), COUNT),
 )
 
 

@@ -88,16 +88,9 @@ def test_a_graph_takes_as_many_sequences_as_may_run(max_running, largest, count)
 
 def _graphs(runner, sizes, *, scratch, record=lambda work: work):
     """On a CPU, where a recording calls its work again."""
-    return StepGraphs(
-        runner._decode_logits,
-        cast(RecordableAttention, runner._attention),
-        max_blocks=4,
-        block_size=16,
-        device=torch.device("cpu"),
-        batch_sizes=sizes,
-        record=record,
-        scratch=scratch,
-    )
+    of = {"max_blocks": 4, "block_size": 16, "device": torch.device("cpu"), "batch_sizes": sizes}
+    attention = cast(RecordableAttention, runner._attention)
+    return StepGraphs(runner._decode_logits, attention, **of, record=record, scratch=scratch)
 
 
 def triton_runner(name):

@@ -53,32 +53,19 @@ def stats():
             GroupUse(TierName.DEVICE, None, 5, 30),
         ],
     )
-    return EngineStats(
-        num_running=2,
-        num_waiting=1,
-        num_loading=0,
-        num_preemptions=6,
-        num_steps=9,
-        prompt_tokens_computed=100,
-        jumped_tokens=3,
-        cache=cache,
-        engines=(EngineUse("http://a:1", True, 3, 40, 30, 2),),
-    )
+    counts = {"num_running": 2, "num_waiting": 1, "num_loading": 0, "num_steps": 9}
+    counts |= {"num_preemptions": 6, "prompt_tokens_computed": 100, "jumped_tokens": 3}
+    engines = (EngineUse("http://a:1", True, 3, 40, 30, 2),)
+    return EngineStats(**counts, cache=cache, engines=engines)
 
 
 def metrics(latencies=None):
     ledger = LedgerStats(batches=4, commands=9, refused=2, recovered=1, commit_ns=3_000 * MS)
     acme = TenantMoney("acme", "CNY", 7.5, 0.25, 0.5, 2)
     money = MoneyStats(3, 1.5, 0, (acme,), ledger)
-    return Metrics(
-        Sources(
-            engine=stats,
-            money=lambda: money,
-            violations=lambda: {"free_plus_used": 0},
-            model="tiny",
-        ),
-        latencies or Latencies(),
-    )
+    broken = {"free_plus_used": 0}
+    sources = Sources(engine=stats, money=lambda: money, violations=lambda: broken, model="tiny")
+    return Metrics(sources, latencies or Latencies())
 
 
 def value(of, name, labels=None):

@@ -10,12 +10,11 @@ from email.utils import formatdate
 from pathlib import Path
 
 import pytest
-from aiohttp import connector
-from werkzeug.serving import make_ssl_devcert
 
 from engine.errors import RemoteFault
 from engine.remote import client as module
 from engine.remote.client import EngineHttp
+from tests.support.stand_in import tls
 
 pytestmark = pytest.mark.anyio
 HEAD = b"HTTP/1.1 200 OK\r\n"
@@ -61,6 +60,10 @@ class Lasting(Peer):
 
     num_connections = num_open = 0
 
+    def __init__(self, answer: bytes, end: bytes = b"0\r\n\r\n") -> None:
+        super().__init__(answer)
+        self.end = end
+
     async def __call__(self, reader: Reader, writer: Writer) -> None:
         self.num_connections += 1
         self.num_open += 1
@@ -68,7 +71,7 @@ class Lasting(Peer):
             while await reader.readuntil(b'\r\n\r\n{"a":1}'):
                 writer.write(self.answer)
                 await asyncio.sleep(0.01)
-                writer.write(b"0\r\n\r\n")
+                writer.write(self.end)
         writer.close()
         with suppress(OSError):
             await writer.wait_closed()
@@ -206,14 +209,11 @@ async def test_a_request_that_is_left_ends_its_connection():
 async def test_with_tls_the_connection_of_an_answer_that_came_to_its_end_is_used_again(
     tmp_path, monkeypatch
 ):
-    cert, key = make_ssl_devcert(str(tmp_path / "tls"), cn="localhost")
-    trusting, tls = ssl.create_default_context(cafile=cert), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    tls.load_cert_chain(cert, key)
-    monkeypatch.setattr(connector, "_SSL_CONTEXT_VERIFIED", trusting)
+    own = tls(tmp_path, monkeypatch)
     done = b'data: {"a": 1}\n\ndata: [DONE]\n\n'
     stream = STREAM[:-2] + CHUNKED + b"\r\n%x\r\n" % len(done) + done + b"\r\n"
     for peer, used in ((Lasting(stream), [1, 1, 1, 2]), (Lasting(stream), [1, 2, 3, 5])):
-        async with talking(peer, tls=tls if used[1] == 1 else None) as http:
+        async with talking(peer, tls=own if used[1] == 1 else None) as http:
             counts = list[int]()
             for _ in range(3):
                 assert [{"a": 1}] == await events(http)
@@ -224,6 +224,19 @@ async def test_with_tls_the_connection_of_an_answer_that_came_to_its_end_is_used
             assert used == [*counts, peer.num_connections]
         while peer.num_open:
             await asyncio.sleep(0.01)
+
+
+async def test_what_is_said_unasked_is_nobodys_answer(tmp_path, monkeypatch):
+    """A proxy may say that a connection was idle for too long; or it answers twice."""
+    answer = HEAD + b"content-length: 8\r\n\r\n" + b'{"a": 1}'
+    peer = Lasting(answer, end=answer.replace(b"1}", b"2}"))
+    async with talking(peer, tls=tls(tmp_path, monkeypatch)) as http:
+        for number in range(1, 4):
+            assert (200, {"a": 1}) == await http.ask("POST", "/x", {"a": 1})
+            assert number == peer.num_connections
+            await asyncio.sleep(0.1)
+    while peer.num_open:
+        await asyncio.sleep(0.01)
 
 
 async def test_nothing_is_followed_kept_expanded_or_taken_from_the_environment(monkeypatch):

@@ -80,19 +80,11 @@ def planner(planning, link):
 
 
 def request(num_tokens=4 * SIZE, name="a", salt=None):
-    return SimpleNamespace(
-        request_id=name,
-        prompt_token_ids=list(range(num_tokens)),
-        all_token_ids=list(range(num_tokens)),
-        num_tokens=num_tokens,
-        prompt_embeds=None,
-        skip_reading_prefix_cache=False,
-        cache_salt=salt,
-        lora_request=None,
-        mm_features=[],
-        num_computed_tokens=num_tokens,
-        kv_transfer_params=None,
-    )
+    ids = {each: list(range(num_tokens)) for each in ("prompt_token_ids", "all_token_ids")}
+    counts = dict.fromkeys(("num_tokens", "num_computed_tokens"), num_tokens)
+    without = dict.fromkeys(("prompt_embeds", "lora_request", "kv_transfer_params"))
+    told = {"cache_salt": salt, "skip_reading_prefix_cache": False, "mm_features": []}
+    return SimpleNamespace(request_id=name, **ids, **counts, **without, **told)
 
 
 def matched(planner, asked, computed=0):

@@ -118,14 +118,10 @@ class Client:
 @pytest.fixture
 def server(model, tmp_path):
     with redis_server(tmp_path) as url:
-        running = VllmServer(
-            tmp_path,
-            model,
-            PYTHONPATH=str(ROOT),
-            HF_HUB_OFFLINE="1",
-            CACHESVC_CACHE__REMOTE_URL=url + PATIENT,
-            CACHESVC_CACHE__QUOTAS='{"a": "300MiB"}',
-        )
+        told = {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+        told |= {"CACHESVC_CACHE__REMOTE_URL": url + PATIENT}
+        told |= {"CACHESVC_CACHE__QUOTAS": '{"a": "300MiB"}'}
+        running = VllmServer(tmp_path, model, **told)
         try:
             yield running
         finally:

@@ -5,7 +5,6 @@ import json
 import os
 import re
 import shlex
-import subprocess
 from contextlib import ExitStack
 
 import httpx
@@ -15,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.api.real_service import served
 from tests.live_server import SCRIPT, serve
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, ended
 from tests.support.models import save_adapter
 from tests.vllm.processes import ROOT, Serving
 
@@ -101,14 +100,7 @@ def test_the_walk_before_a_vllm_that_runs_is_billed_as_its_page_says(engine, mod
             parts = re.split(r"[\d.]+ |http://127.0.0.1:8000|\.\.\.\)?", line.removeprefix("... "))
             assert [] == [part for part in parts if part not in said], said
         script = re.sub(r"^[$>] ", "", asks, flags=re.M).replace("http://127.0.0.1:8000", url)
-        done = subprocess.run(
-            ["bash", "-c", f"set -e\n{script}cachesvc usage --json"],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE_S,
-            check=False,
-        )
+        done = ended("bash", "-c", f"set -e\n{script}cachesvc usage --json", env=environment)
         assert 0 == done.returncode, done.stdout + done.stderr
     decoder, answers, rest = json.JSONDecoder(), [], done.stdout
     while rest.startswith('{"id"'):

@@ -16,16 +16,8 @@ class Place(BaseModel):
 
 
 def model(fields, max_tokens=60):
-    return ChatOpenAI(
-        model=MODEL,
-        base_url=f"{URL}/v1",
-        api_key="any",
-        temperature=0,
-        max_tokens=max_tokens,
-        max_retries=0,
-        timeout=300,
-        **fields,
-    )
+    usual = {"api_key": "any", "temperature": 0, "max_retries": 0, "timeout": 300}
+    return ChatOpenAI(model=MODEL, base_url=f"{URL}/v1", max_tokens=max_tokens, **usual, **fields)
 
 
 def said(fields):

@@ -32,15 +32,8 @@ def chat_answer():
 
 @cell
 def chat_stream():
-    chunks = list(
-        client.chat.completions.create(
-            messages=ASKED,
-            max_tokens=16,
-            stream=True,
-            stream_options={"include_usage": True},
-            **GREEDY,
-        )
-    )
+    asked = {"max_tokens": 16, "stream": True, "stream_options": {"include_usage": True}}
+    chunks = list(client.chat.completions.create(messages=ASKED, **asked, **GREEDY))
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     assert "Paris" in text and chunks[-1].usage.completion_tokens > 0
     return f"{len(chunks)} chunks"
