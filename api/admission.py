@@ -144,7 +144,7 @@ class _Ending:
         log.add(
             model=job.model.name,
             stream=job.stream,
-            prompt_tokens=job.prompt_tokens,
+            prompt_tokens=self._record.prompt_tokens,
             choices=job.num_choices,
         )
 
@@ -179,6 +179,7 @@ class _Ending:
             outcome=str(served.outcome),
             delivered=delivered.complete,
             settled=bill is not None,
+            prompt_tokens=self._record.prompt_tokens or usage.prompt,
             completion_tokens=usage.output,
             **{name: getattr(usage, name) for name in HIT_CLASSES},
             miss=usage.miss,

@@ -69,7 +69,7 @@ class RequestRecord:
     model: str
     stream: bool
     num_choices: int
-    prompt_tokens: int
+    prompt_tokens: int | None  # None: its engine has yet to count them
     scope: PrefixKey  # the root of its prefixes
     arrived_s: float  # Unix time
     state: State
@@ -140,7 +140,7 @@ class Journal:
             model=job.model.name,
             stream=job.stream,
             num_choices=job.num_choices,
-            prompt_tokens=job.prompt_tokens,
+            prompt_tokens=sum(map(len, job.prompts)) or None,
             scope=job.scope.root(),
             arrived_s=time.time(),
             state=State.RUNNING,
@@ -168,6 +168,7 @@ class Journal:
             replace(
                 record,
                 state=State.FINISHED,
+                prompt_tokens=record.prompt_tokens or (bill.usage.prompt if bill else None),
                 served=_without_content(delivered.served),
                 bill=replace(bill, receipt=None) if bill and bill.receipt else bill,
                 delivered=delivered.complete,

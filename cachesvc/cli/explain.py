@@ -65,9 +65,8 @@ def _request_lines(payload: dict[str, Any]) -> list[str]:
     usage = payload["usage"] or {}
     hit = usage.get("prompt_cache_hit_tokens", 0)
     cost = f", {payload['cost']} {payload['currency']}" if payload["cost"] is not None else ""
-    lines = [
-        f"{payload['id']}: {payload['state']}, {payload['prompt_tokens']} tokens, {hit} hit{cost}"
-    ]
+    tokens = "?" if payload["prompt_tokens"] is None else payload["prompt_tokens"]
+    lines = [f"{payload['id']}: {payload['state']}, {tokens} tokens, {hit} hit{cost}"]
     for prompt in payload["prompts"]:
         lines += [
             f"  {run['first_token']:>8} {run['tokens']:>8} tokens  {run['source']}"

@@ -250,8 +250,9 @@ async def test_the_journal_and_metrics_say_what_passed(up, tmp_path):
         assert 'cachesvc_requests_total{finish="stop"} 2.0' in metrics
         for answer, is_unreported in ((told, False), (untold, True)):
             name = answer.headers["x-request-id"]
-            shown = (await client.get(f"/v1/cache/requests/{name}")).text
-            assert is_unreported == ("did not say" in shown), shown
+            shown = await client.get(f"/v1/cache/requests/{name}")
+            assert is_unreported == ("did not say" in shown.text), shown.text
+            assert PROMPT == shown.json()["prompt_tokens"], "not what its body could be at most"
         assert 0 == service.core.engine.stats().num_running
 
 

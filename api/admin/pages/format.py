@@ -12,9 +12,9 @@ from api.format import size
 from billing.money import format_units
 
 
-def count(number: float) -> str:
-    """A whole number in groups of three."""
-    return f"{number:,.0f}"
+def count(number: float | None) -> str:
+    """A whole number in groups of three; "–" if it is not known."""
+    return "–" if number is None else f"{number:,.0f}"
 
 
 def milliseconds(value: float | None) -> str:
