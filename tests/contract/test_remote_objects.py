@@ -97,15 +97,17 @@ def test_objects_are_put_found_listed_and_deleted(url):
     store.close()
 
 
-def test_a_value_that_is_refused_or_cut_short_is_an_error_and_the_next_call_is_answered(tmp_path):
+def test_a_value_cut_short_is_an_error_one_of_another_type_is_empty_and_the_next_is_read(tmp_path):
     with redis_server(tmp_path) as url:
         store = open_objects(url, TIMEOUT_S)
         store._client().rpush("a list", "value")
+        store.put("empty", b"")
+        assert [False, True] == store.exists(["empty", "a list"]), "the one can be written anew"
         for number in range(8):
             store.put(f"{number}", bytes([number]) * (1 << 21))
-        for wrong in (["0", "a list", "1"], ["a list"]):
-            with pytest.raises(RemoteError, match="WRONGTYPE"):
-                read(store, wrong)
+        for beside in (["0", "1"], []):
+            *found, wrong = read(store, [*beside, "a list"])
+            assert b"" == wrong and [bytes([int(name)]) * (1 << 21) for name in beside] == found
             assert read(store, ["2", "none", "3"]) == [b"\2" * (1 << 21), None, b"\3" * (1 << 21)]
         taken: list[int] = []
         store.read(["2", "3", "4"], lambda at, _: taken.append(at) or store.delete(["3"]))

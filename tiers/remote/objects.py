@@ -27,6 +27,8 @@ S3_CONNECTIONS = 16  # an object of a bucket arrives at some 100 MB/s, after som
 S3_PIECE_BYTES = 1 << 20  # of an object that arrives, copied at once
 
 Take = Callable[[int, memoryview], None]
+Ask = Callable[[Any, Sequence[int]], None]
+Command = tuple[str | bytes, ...]
 
 
 class RemoteError(TierError):
@@ -42,8 +44,8 @@ class ObjectStore(Protocol):
     def exists(self, names: Sequence[str]) -> list[bool]: ...
 
     def read(self, names: Sequence[str], take: Take) -> None:
-        """Calls `take(number, value)` for each of these that is there, in order, while the next
-        arrives. A value is page-aligned, and valid during the call."""
+        """Calls `take(number, value)` for each of these that is there, while the next arrives. A
+        value is page-aligned, and valid during the call."""
 
     def put(self, name: str, data: bytes) -> None: ...
 
@@ -98,7 +100,7 @@ class _RedisObjects:
         self.num_failed = 0
 
     def exists(self, names: Sequence[str]) -> list[bool]:
-        return [bool(found) for found in self._run([("EXISTS", name) for name in names])]
+        return [bool(found) for found in self._run([("STRLEN", name) for name in names])]
 
     def read(self, names: Sequence[str], take: Take) -> None:
         with _refusing(self._errors):
@@ -126,24 +128,28 @@ class _RedisObjects:
             self._held = self._open()
         return self._held
 
-    def _run(
-        self, commands: Sequence[tuple[str | bytes, ...]], *, whole: bool = False
-    ) -> list[Any]:
+    def _run(self, commands: Sequence[Command], *, whole: bool = False) -> list[Any]:
         """The answer to each command. Unless `whole`, some may be None for want of an answer."""
         with _refusing(self._errors):
             return self._pipe(self._client(), commands)
 
-    def _pipe(self, client: Any, commands: Sequence[tuple[str | bytes, ...]]) -> list[Any]:
+    def _pipe(self, client: Any, commands: Sequence[Command]) -> list[Any]:
         pipe = client.pipeline(transaction=False)
         for command in commands:
             pipe.execute_command(*command)
-        answers: list[Any] = pipe.execute()
+        answers: list[Any] = pipe.execute(raise_on_error=False)
+        for answer in answers:
+            if isinstance(answer, Exception) and not str(answer).startswith("WRONGTYPE"):
+                raise answer
         return answers
 
     def _read(self, client: Any, names: Sequence[str], take: Take) -> None:
         """Piece by piece, of which the next are requested while one arrives: a server answers each
         in memory that it has, and would need fresh memory for two whole values at once."""
         sizes = self._pipe(client, [("STRLEN", name) for name in names])
+        for number in [at for at, size in enumerate(sizes) if isinstance(size, Exception)]:
+            sizes[number] = 0
+            take(number, memoryview(b""))  # a list, say, is as damaged as a value can be
         pieces = [
             (number, begin, min(begin + PIECE_BYTES, size))
             for number, size in enumerate(sizes)
@@ -216,9 +222,7 @@ class _ClusterObjects(_RedisObjects):
 
         self._ask(names, ask, whole=False)
 
-    def _run(
-        self, commands: Sequence[tuple[str | bytes, ...]], *, whole: bool = False
-    ) -> list[Any]:
+    def _run(self, commands: Sequence[Command], *, whole: bool = False) -> list[Any]:
         """The answer to each command. Unless `whole`, the answer is None if its node failed."""
         answers: list[Any] = [None] * len(commands)
 
@@ -230,13 +234,7 @@ class _ClusterObjects(_RedisObjects):
         self._ask([command[1] for command in commands], ask, whole=whole)
         return answers
 
-    def _ask(
-        self,
-        names: Sequence[str | bytes],
-        ask: Callable[[Any, Sequence[int]], None],
-        *,
-        whole: bool,
-    ) -> None:
+    def _ask(self, names: Sequence[str | bytes], ask: Ask, *, whole: bool) -> None:
         """Calls `ask` with the client of each node and the numbers of its names. Raises the error
         of a node if none answered, or with `whole`."""
         with _refusing(self._errors):
