@@ -26,6 +26,7 @@ pytest_plugins = ["tests.databases"]
 WORKER_BYTES = 5 << 30  # of a worker with an engine of the default model and a server
 
 ROOM = 6 << 30  # bytes of address space
+DISK_ROOM = 16 << 30  # all tests together take some of it
 _COLLECTED = pytest.StashKey[int]()
 
 _connect = socket.socket.connect
@@ -74,7 +75,25 @@ def _no_network_and_no_home(tmp_path_factory: pytest.TempPathFactory) -> Iterato
             patch.delenv(name)
         patch.setattr(socket.socket, "connect", _connect_to_loopback)
         patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("home")))
+        _use_the_last_of_a_disk(tmp_path_factory.getbasetemp(), patch)
         yield
+
+
+def _use_the_last_of_a_disk(temporary: Path, patch: pytest.MonkeyPatch) -> None:
+    """Tiers leave 5 % of a file system to others. Where hardly more is free, tests take of it."""
+    from tiers.disk.room import reserve_of
+    from tiers.disk.storage import FileSystem, Storage
+
+    def found_here(storage: Storage, path: Path) -> FileSystem:
+        found = file_system(storage, path)
+        others = path.stat().st_dev != temporary.stat().st_dev  # say, a test's own small disk
+        return found if others else found._replace(free=found.free + reserve_of(None, found.total))
+
+    file_system = Storage.file_system
+    total, free = file_system(Storage(), temporary)
+    if free < reserve_of(None, total) + DISK_ROOM:
+        patch.setattr(Storage, "file_system", found_here)
+        patch.setenv("CACHESVC_CACHE__DISK_RESERVE_BYTES", "0")  # of servers
 
 
 @pytest.fixture(autouse=True)

@@ -121,7 +121,7 @@ async def test_a_body_passes_unchanged_but_for_what_is_the_tenants(up, tmp_path)
     up.cards = [{"id": "inner-name", "max_model_len": CONTEXT}]
     odd = {
         "seed": 12345678901234567,
-        "anything": {"deep": [1, 2.5, None]},
+        "what": {"deep": [1, 2.5, None]},
         "file_id": {"type": "string"},
     }
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}

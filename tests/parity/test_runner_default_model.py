@@ -96,12 +96,7 @@ def test_its_tokenizer_is_the_models_own(loaded):
     assert loaded.eos_token_ids == {EOS}
     assert tokenizer.decode([EOS], skip_special_tokens=False) == "<|im_end|>"
     assert list(tokenizer.encode("hello world")) == [28120, 905]
-    assert [tokenizer.token_bytes(token) for token in tokenizer.encode("2024")] == [
-        b"2",
-        b"0",
-        b"2",
-        b"4",
-    ]
+    assert [b"2", b"0", b"2", b"4"] == [*map(tokenizer.token_bytes, tokenizer.encode("2024"))]
     for text in ("a\tb\n\n  c", "日本語テキスト。", "🙂👩‍👩‍👧", "don't  ", "x = [1, 22]\n"):
         assert tokenizer.decode(tokenizer.encode(text)) == text
     chat = tokenizer.render([{"role": "user", "content": "hi"}])

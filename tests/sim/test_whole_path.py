@@ -269,12 +269,8 @@ class Life:
     async def _ask_what_cannot_be(self, app):
         """Once nobody else asks: others with such a grammar may be refused for something else."""
         regex = next(each for each in map(str, range(99)) if not _number(rule_of(each)) % 5)
-        body = {
-            "model": "bytes",
-            "prompt": [1],
-            "stream": False,
-            "structured_outputs": {"regex": regex},
-        }
+        body = {"model": "bytes", "prompt": [1], "stream": False}
+        body |= {"structured_outputs": {"regex": regex}}
         visit = Visit(app, "/v1/completions", body, **self.keys["acme"]).start()
         await visit.task
         self._take(visit, body, left=False)

@@ -18,14 +18,8 @@ _COMMON |= {"head_dim": 16, "max_position_embeddings": CONTEXT, "initializer_ran
 _COMMON |= {"eos_token_id": EOS, "bos_token_id": None, "pad_token_id": EOS}
 _COMMON |= {"tie_word_embeddings": False}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-_GPT2: dict[str, Any] = {
-    "n_embd": 64,
-    "n_layer": 2,
-    "n_head": 4,
-    "n_inner": 96,
-    "n_positions": CONTEXT,
-}
-_GPT2 |= {"num_key_value_heads": None, "head_dim": None}
+_GPT2: dict[str, Any] = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": CONTEXT}
+_GPT2 |= {"n_inner": 96, "num_key_value_heads": None, "head_dim": None}
 _TIED = {"tie_word_embeddings": True}
 _GEMMA = {**_TIED, "sliding_window": 24, "query_pre_attn_scalar": 16}
 # By GGUF's name: transformers' type, and what its config says beside the common.

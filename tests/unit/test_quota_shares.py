@@ -88,12 +88,8 @@ def test_an_owner_without_a_quota_gets_the_default_while_there_is_room_to_promis
         for number in range(30):
             cache.use(tenant, number)
     usage = cache.policy._quotas.usage()
-    assert {group: share for group, (_, share) in usage.items()} == {
-        "a": 40,
-        "b": 25,
-        "c": 25,
-        COMMON: 10,
-    }
+    shares = {group: share for group, (_, share) in usage.items()}
+    assert shares == {"a": 40, "b": 25, "c": 25, COMMON: 10}
     for number in range(40):
         cache.use("a", number)
     assert [cache.count(tenant) for tenant in "abcd"] == [40, 25, 25, 10]

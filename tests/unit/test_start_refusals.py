@@ -147,11 +147,8 @@ if not driver._has_driver():
 def test_what_cannot_be_served_is_refused_before_torch_is_imported(tmp_path):
     asked = []
     for number, (flags, variables, _) in enumerate(UNSERVED):
-        words = (
-            "--data-dir",
-            tmp_path / str(number),
-            *flags.replace("HERE", str(tmp_path)).split(),
-        )
+        words = flags.replace("HERE", str(tmp_path)).split()
+        words += "--data-dir", tmp_path / str(number)
         asked.append((words, {f"CACHESVC_CACHE__{name}": each for name, each in variables.items()}))
     found = zip(UNSERVED, refusals(tmp_path, *asked), strict=True)
     assert [] == [(case, heard) for case, heard in found if case[-1] not in heard]
