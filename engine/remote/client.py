@@ -78,7 +78,7 @@ class EngineCall:
         elif answer.status in (503, 529):  # 529 is Anthropic's
             kind, what = RemoteAway, "The engine cannot serve now; try again later."
         found = self.fault(f"{answer.status}: {self._words(said)}", what, kind)
-        found.retry_after_s = _retry_after(answer.headers.get("retry-after", ""))
+        found.retry_after_s = _retry_after(answer.headers)
         return found
 
     def event(self, data: bytes) -> dict[str, Any]:
@@ -291,13 +291,13 @@ class _Body(aiohttp.BytesIOPayload):
         self._written()
 
 
-def _retry_after(said: str) -> int | None:
-    """Seconds, of a header that has them or a date."""
-    if said.isascii() and said.isdigit():
-        wait_s = float(said[:9])
-    else:
-        try:
+def _retry_after(headers: Mapping[str, str]) -> int | None:
+    """Seconds, of milliseconds, seconds or a date, as OpenAI's clients read them."""
+    said, in_ms = headers.get("retry-after", ""), headers.get("retry-after-ms", "")
+    with suppress(ValueError, OverflowError):
+        if in_ms or said[:1].isdigit():
+            wait_s = float(in_ms) / 1000 if in_ms else float(said)
+        else:
             wait_s = parsedate_to_datetime(said).timestamp() - time.time()
-        except (ValueError, OverflowError):
-            return None
-    return min(max(1, math.ceil(wait_s)), MAX_RETRY_S)
+        return min(max(1, math.ceil(wait_s)), MAX_RETRY_S)
+    return None
