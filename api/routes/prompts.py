@@ -124,9 +124,9 @@ async def encode_prompt(
     if isinstance(prompt, str):
         model.check_chars(len(prompt), "prompt")
         return await _encode(wire, tenant, len(prompt), lambda: model.tokenizer.encode(prompt))
-    if (highest := max(prompt)) >= model.vocab_size or min(prompt) < 0:
+    if (worst := max(prompt)) >= model.vocab_size or (worst := min(prompt)) < 0:
         raise InvalidRequest(
-            f"prompt has a token id outside 0..{model.vocab_size - 1} (highest: {highest}); "
+            f"prompt has the token id {worst}, outside 0..{model.vocab_size - 1}; "
             "use the ids that /tokenize gives for this model.",
             param="prompt",
         )

@@ -291,10 +291,5 @@ def _by_frequency(
         before = {"original_max_position_embeddings": _LLAMA3_CONTEXT, "factor": factor}
         return {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, **before}
     both = dict.fromkeys(("long_factor", "short_factor"), table.tolist())
-    unscaled = {"factor": 1.0, "attention_factor": 1.0}
-    return {
-        "rope_type": "longrope",
-        "original_max_position_embeddings": context,
-        **unscaled,
-        **both,
-    }
+    unscaled = {"rope_type": "longrope", "factor": 1.0, "attention_factor": 1.0}
+    return {**unscaled, "original_max_position_embeddings": context, **both}

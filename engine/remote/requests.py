@@ -315,7 +315,10 @@ class RemoteRequests:
 def _read(protocol: Protocol, event: Mapping[str, Any], ask: SequenceAsk, num_tokens: int) -> Told:
     """What an event tells. Raises RemoteFault for one that is not understood."""
     try:
-        return protocol.told(event, ask, num_tokens)
+        told = protocol.told(event, ask, num_tokens)
+        if not all(type(each) is int and each >= 0 for each in told.tokens):
+            raise ValueError("a token has no id")
+        return told
     except (KeyError, TypeError, ValueError) as error:
         logger.warning("an answer of the engine cannot be read", exc_info=error)
         raise RemoteFault(UNREADABLE) from None

@@ -96,6 +96,8 @@ AFTER: dict[str, tuple[Script, str]] = {
     "silent": ([*BEGUN, 5.0], "engine_timeout"),
     "an end without an end": ([*BEGUN, SENT], "engine_fault"),
     "an error": ([*BEGUN, SENT, event(ERROR), DONE], "engine_fault"),
+    "no id": ([*BEGUN, SENT, vllm_chunk([-1]), vllm_chunk([105], "length"), DONE], "engine_fault"),
+    "a text": ([*BEGUN, SENT, vllm_chunk("Hi"), vllm_chunk([105], "length"), DONE], "engine_fault"),
     "without an end": ([*BEGUN, *[b": here\n\n", 0.05] * 2000], "engine_timeout"),
 }
 

@@ -169,10 +169,9 @@ async def test_a_key_is_not_logged_with_an_answer_that_is_no_http(caplog):
 async def test_a_wait_may_be_told_in_seconds_or_as_a_date():
     now = time.time()
     dates = [formatdate(now + wait, usegmt=True) for wait in (3600, -9)]
-    said = {"7": 7, "0": 1, "1.5": 2, "9999999999": 60, dates[0]: 60, dates[1]: 1}
-    said |= {"60\r\nretry-after-ms: 4100": 5, "\r\nretry-after-ms: 250": 1}
+    said = {"7": 7, "0": 1, "1.5": 2, "9999999999": 60, "60\r\nretry-after-ms: 4100": 5}
     late = f"Mon, 01 Jan {10**20} 00:00:00 GMT"
-    said |= dict.fromkeys(("soon", "\u00b2", late))
+    said |= {**dict.fromkeys(("soon", "\u00b2", late)), dates[0]: 60, dates[1]: 1}
     for told, expected in said.items():
         busy = f"HTTP/1.1 429 Busy\r\nretry-after: {told}\r\n\r\n{{}}"
         async with talking(Peer(busy.encode())) as http:
