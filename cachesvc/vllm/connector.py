@@ -34,7 +34,7 @@ from tiers.transfer.economy import LoadEconomy
 
 logger = logging.getLogger(__name__)
 
-PROBE_TIMEOUT_S = 2.0  # of a lookup; after that the prompt is a miss
+PROBE_S = 2.0  # for a lookup; after that the prompt is a miss
 IDLE_WAIT_S = 0.01  # of a step that computes nothing, for the end of a transfer
 _EXTRA = {"node", "reports", "weigh_loads"}
 
@@ -100,7 +100,7 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._reporter.ready(identity)
         if role is KVConnectorRole.SCHEDULER:
             layouts = dict.fromkeys(group.layout for group in identity.groups)
-            links = {each: NodeLink(node, each, timeout_s=PROBE_TIMEOUT_S) for each in layouts}
+            links = {each: NodeLink(node, each, timeout_s=PROBE_S, maps=False) for each in layouts}
             # While a step runs, vLLM must plan no other: see `Planner.loads_in_step`.
             one_step = not vllm_config.scheduler_config.async_scheduling
             weigher = Weigher(LoadEconomy(enabled=weighs))

@@ -31,9 +31,10 @@ class NodeLink:
         layout: BlockLayout,
         *,
         timeout_s: float,
+        maps: bool = True,
         clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._client = NodeClient(path, layout, timeout_s=timeout_s)
+        self._client = NodeClient(path, layout, timeout_s=timeout_s, maps=maps)
         self._timeout_s = timeout_s
         self._clock_s = clock_s
         self._not_before_s = self._not_joined_before_s = float("-inf")
@@ -59,9 +60,7 @@ class NodeLink:
             if not isinstance(error, NodeGone):
                 self._not_joined_before_s = self._clock_s() + REFUSED_S
 
-    def attempt(
-        self, use: Callable[[NodeClient], T], *, timeout_s: float | None = None
-    ) -> T | None:
+    def attempt(self, use: Callable[[NodeClient], T], timeout_s: float | None = None) -> T | None:
         """The result of `use` with the connected node; None if the node is unreachable or fails.
         `timeout_s` is for each of its answers, if not the usual one."""
         self._client.answer_within(self._timeout_s if timeout_s is None else timeout_s)

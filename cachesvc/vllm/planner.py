@@ -1,8 +1,8 @@
 """The scheduler's side of the connector: decides what to load and store for a request.
 
 Runs in vLLM's engine core, on its scheduling loop. A separate thread asks the node how much of a
-prompt it holds. The loop waits `WAIT_S` for the answer, which is enough for a lookup in memory. If
-it takes longer, vLLM continues and asks again. The workers move the blocks.
+prompt it holds. The loop waits `WAIT_S` for the answer, which is enough for a lookup in memory.
+Then vLLM goes on and asks again, slowly if it has nothing else. The workers move the blocks.
 """
 
 import os
@@ -136,8 +136,10 @@ class Planner:
 
     def _ask(self, request: Any, start: int, end: int) -> _Match | None:
         """What the node has of these tokens; None if it has not answered yet."""
-        name, wait_s = request.request_id, 0.0
+        name = request.request_id
         question = self._asked.get(name)
+        others = (self._begun | self._asked.keys()) - {name}
+        wait_s = 0.0 if others else self.wait_s  # each look of vLLM's is a step of its worker
         if question is None or (question.start, question.end) != (start, end):
             chains = RequestChains.of(self.identity, request)
             answer = self._asking.submit(self._look, chains, start, end)

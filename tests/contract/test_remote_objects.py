@@ -86,11 +86,8 @@ def test_objects_are_put_found_listed_and_deleted(url):
     for name in names[::2]:
         store.put(name, name.encode() * 500_000)
     assert store.exists(names) == [True, False] * 10
-    assert read(store, names[:3]) == [
-        names[0].encode() * 500_000,
-        None,
-        names[2].encode() * 500_000,
-    ]
+    values = [name.encode() * 500_000 for name in names]
+    assert read(store, names[:3]) == [values[0], None, values[2]]
     assert sorted(store.names("test/")) == names[::2]
     assert store.delete(names[::2]) == 10
     assert list(store.names("test/")) == []

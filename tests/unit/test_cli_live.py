@@ -137,10 +137,8 @@ def test_stats_of_a_running_server_tell_every_tier_and_who_takes_the_room(server
     found, shown = told(*stats), said(*stats)
     assert 7 == found["num_blocks"] and "device" in shown
     assert {"device", "disk"} == found["tiers"].keys()
-    held = {
-        tier: sum(each["bytes"].get(tier, 0) for each in found["owners"])
-        for tier in ("device", "host")
-    }
+    owners = [each["bytes"] for each in found["owners"]]
+    held = {tier: sum(each.get(tier, 0) for each in owners) for tier in ("device", "host")}
     index = world.cache.index
     blocks = [each for each in (*index, *index.iter_partials()) if each.state is BlockState.READY]
     assert sum(block.slot is not None for block in blocks) == held["device"] > 0

@@ -93,7 +93,7 @@ def test_equal_bytes_mean_equal_content_in_every_row():
 @pytest.mark.parametrize(
     ("contents", "said"),
     [
-        ([Content(8, 3, CAT)], "covers tokens 8 to 11, and the prompt has 10"),
+        ([Content(8, 3, CAT)], "covers tokens 8 to 11 of a prompt of 10"),
         ([Content(0, 0, CAT)], "covers tokens 0 to 0"),
         ([Content(0, 4, CAT), Content(3, 2, DOG)], "starts at token 3, before the one ahead ends"),
         ([Content(-1, 2, CAT)], "starts at token -1"),

@@ -11,6 +11,7 @@ from contextlib import closing, contextmanager
 from functools import partial
 from unittest.mock import Mock
 
+import psutil
 import pytest
 import torch
 from hypothesis import given, settings
@@ -78,6 +79,13 @@ def write(client, ids):
     for position, frame in pairs:
         client.memory.rows[frame, :16] = torch.tensor(list(ids[position].key), dtype=torch.uint8)
     client.commit([frame for _, frame in pairs])
+
+
+def test_who_only_asks_maps_no_memory(node, path):
+    with joined(path), closing(NodeClient(path, LAYOUT, maps=False)) as client:
+        before = psutil.Process().num_fds()
+        client.connect()
+        assert client.memory is None and 2 == psutil.Process().num_fds() - before, "of a socket"
 
 
 def test_a_run_is_fetched_from_the_disk(path, tmp_path):

@@ -40,9 +40,7 @@ def refusal(contents: Sequence[Content], num_tokens: int) -> tuple[int, str] | N
             return number, f"starts at token {content.start}, before the one ahead ends at {end}"
         end = content.end
         if content.length < 1 or end > num_tokens:
-            return number, (
-                f"covers tokens {content.start} to {end}, and the prompt has {num_tokens}"
-            )
+            return number, f"covers tokens {content.start} to {end} of a prompt of {num_tokens}"
         if not 1 <= len(content.digest) <= MAX_DIGEST_BYTES:
             return number, (
                 f"has a digest of {len(content.digest)} bytes; 1 to {MAX_DIGEST_BYTES} are served"

@@ -27,12 +27,19 @@ _PEER = struct.Struct("3i")  # pid, uid, gid
 
 
 class NodeClient:
-    """One connection to the node at `path`, for blocks of one layout or only for its counters."""
+    """One connection to the node at `path`, for blocks of one layout or only for its counters. It
+    moves blocks if it `maps` the node's memory, which then outlives the node."""
 
     def __init__(
-        self, path: Path, layout: BlockLayout | None = None, *, timeout_s: float = 10.0
+        self,
+        path: Path,
+        layout: BlockLayout | None = None,
+        *,
+        timeout_s: float = 10.0,
+        maps: bool = True,
     ) -> None:
         self._path = path
+        self._maps = maps
         self._layout = layout
         self._timeout_s = timeout_s
         self._socket: socket.socket | None = None
@@ -64,8 +71,8 @@ class NodeClient:
         if self._socket is not None:
             self._socket.settimeout(timeout_s)
 
-    def connect(self) -> SharedMemory:
-        """Join the node and map its memory. Raises NodeGone if none answers."""
+    def connect(self) -> None:
+        """Join the node. Raises NodeGone if none answers."""
         assert self._layout is not None, "blocks have a layout"
         self.open()
         hello = {"version": VERSION, "layout": messages.describe_layout(self._layout)}
@@ -76,8 +83,10 @@ class NodeClient:
             raise NodeError("the node sent no memory")
         self._pool = fields["pool"]
         sizes = fields["num_frames"], fields["piece_frames"]
-        self.memory = SharedMemory(files[0], self._layout, *sizes)
-        return self.memory
+        if self._maps:
+            self.memory = SharedMemory(files[0], self._layout, *sizes)
+        else:
+            os.close(files[0])
 
     def open(self) -> None:
         """Connect to the node without a layout. Raises NodeGone if none answers."""

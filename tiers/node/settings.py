@@ -27,9 +27,7 @@ class NodeSettings:
         """The quotas as shares. Raises ConfigurationError if they promise more than there is."""
         if not any(self.quotas.values()):
             return None
-        named: dict[Hashable, int] = {
-            name: size for name, size in self.quotas.items() if name != OTHERS
-        }
+        named: dict[Hashable, int] = {who: n for who, n in self.quotas.items() if who != OTHERS}
         total = self.host_bytes + (self.disk_bytes if self.disk_dir else 0)
         return QuotaShares(total, named, self.quotas.get(OTHERS, 0), owner_of)
 

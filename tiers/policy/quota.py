@@ -124,9 +124,7 @@ class Quotas:
 
     def usage(self) -> dict[Hashable, tuple[int, int]]:
         """Per group: (used, share) in bytes."""
-        return {
-            group: (self._used.get(group, 0), self.share(group)) for group in self.shares.groups()
-        }
+        return {each: (self._used.get(each, 0), self.share(each)) for each in self.shares.groups()}
 
 
 class FairPolicy(Generic[K]):

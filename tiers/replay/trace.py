@@ -96,9 +96,7 @@ def _parse(line: str) -> TraceRequest:
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON: {error}") from error
     if not isinstance(record, dict):
-        raise ValueError(
-            "each line must be a JSON object with timestamp, input_length and hash_ids"
-        )
+        raise ValueError("each line must be a JSON object: timestamp, input_length and hash_ids")
     blocks = record.get("hash_ids")
     if not isinstance(blocks, list) or not all(isinstance(block, int | str) for block in blocks):
         raise ValueError("hash_ids must be a list of integers or strings, one for each block")

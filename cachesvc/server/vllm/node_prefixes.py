@@ -37,7 +37,7 @@ class Nodes:
     def __getitem__(self, layout: BlockLayout) -> NodeClient:
         node = self._nodes.get(layout)
         if node is None:
-            node = NodeClient(self._socket, layout, timeout_s=self._timeout_s)
+            node = NodeClient(self._socket, layout, timeout_s=self._timeout_s, maps=False)
             self._nodes[layout] = node
         if not node.is_connected:
             node.connect()

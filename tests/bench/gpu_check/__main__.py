@@ -15,10 +15,8 @@ import torch
 import tests.bench.gpu_check as package
 from tests.bench.gpu_check.device import free_memory, machine
 
-PARTS = (
-    *("parity", "hits", "attention", "copies", "connector", "memory", "speed", "recording"),
-    "conform",
-)
+PARTS = ("parity", "hits", "attention", "copies", "connector", "memory", "speed")
+PARTS += ("recording", "conform")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

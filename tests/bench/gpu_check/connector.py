@@ -39,24 +39,24 @@ def check(device: str, small: bool) -> dict[str, Any]:
         thread.start()
         try:
             with closing(NodeClient(path, layout)) as client:
-                memory = client.connect()
+                client.connect()
+                memory = client.memory
+                assert memory is not None
                 copier = copier_of(slabs, memory.stride)
-                locked = None
-                if device == "cuda":
-                    locked = LockedMemory(path, layout, torch.device(device))
+                where = torch.device(device)
+                locked = LockedMemory(path, layout, where) if device == "cuda" else None
                 frames, blocks = list(range(num_blocks)), list(range(num_blocks))[::-1]
-                piece = memory.piece_frames
 
                 def mapped() -> AbstractContextManager[torch.Tensor]:
                     return locked.rows(memory, frames) if locked else nullcontext(memory.rows)
 
                 def save() -> None:
                     with mapped() as rows:
-                        copier.save(rows, frames, blocks, piece)
+                        copier.save(rows, frames, blocks, memory.piece_frames)
 
                 def load() -> None:
                     with mapped() as rows:
-                        copier.load(rows, frames, blocks, piece)
+                        copier.load(rows, frames, blocks, memory.piece_frames)
 
                 save()
                 for slab in slabs:
