@@ -22,6 +22,7 @@ from tests.api.conftest import of, refusal, until_engines
 from tests.api.driver import Visit
 from tests.api.real_service import served as serving
 from tests.api.relaying import usage_of
+from tests.api.test_admin_pages import PAGES
 from tests.patience import PATIENCE_S
 from tests.support.remote_engine import (
     DONE,
@@ -485,10 +486,9 @@ async def test_what_needs_blocks_in_this_process_says_so_by_name(engine, at):
         quote = (await client.post("/v1/cache/quote", json=body())).json()
         assert (40, 0) == of(quote, "miss_tokens", "hit_tokens")
         assert 1 == len(engine.asked)
-        requests = await client.get("/admin/requests")
-        assert 200 == requests.status_code
         number = answer.headers["x-request-id"]
-        assert 200 == (await client.get(f"/admin/requests/{number}")).status_code
+        for name in ("cache", *PAGES, "tenants/default", f"requests/{number}"):
+            assert 200 == (await client.get(f"/admin/{name}")).status_code, name
 
 
 async def test_what_ends_here_is_ended_in_the_engine_and_billed_as_a_miss(engine, at):

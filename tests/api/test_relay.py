@@ -119,11 +119,7 @@ async def test_usage_is_asked_for_and_not_shown_to_who_did_not_ask(up, tmp_path,
 
 async def test_a_body_passes_unchanged_but_for_what_is_the_tenants(up, tmp_path):
     up.cards = [{"id": "inner-name", "max_model_len": CONTEXT}]
-    odd = {
-        "seed": 12345678901234567,
-        "what": {"deep": [1, 2.5, None]},
-        "file_id": {"type": "string"},
-    }
+    odd = {"seed": 12345678901234567, "what": {"in": [1, 2.5, None]}, "file_id": {"type": "string"}}
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
     async with relaying(tmp_path, up) as (_, client):
         asked = body(CHAT, **odd, user="alice", metadata={"a": "b"}, service_tier="priority")
@@ -254,6 +250,9 @@ async def test_the_journal_and_metrics_say_what_passed(up, tmp_path):
             assert is_unreported == ("did not say" in shown.text), shown.text
             assert PROMPT == shown.json()["prompt_tokens"], "not what its body could be at most"
         assert 0 == service.core.engine.stats().num_running
+        client.headers["authorization"] = f"Bearer {service.dashboard.parts.operator_token}"
+        page = await client.get(f"/admin/requests/{told.headers['x-request-id']}")
+        assert "told how many tokens it had" in page.text
 
 
 async def test_a_whole_answer_without_usage_costs_what_the_body_could_be_at_most(up, tmp_path):

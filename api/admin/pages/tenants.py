@@ -45,7 +45,7 @@ def tenants_page(request: Request, admin: MayRead, q: Filter = "") -> Response:
     books = books_of(request)
     used = {period.tenant: period for period in usage_report.total(books.store)}
     tenants = [each for each in books.accounts.tenants() if q.strip() in each.tenant]
-    room = from_thread.run(_room_of, request)
+    room = from_thread.run(_room_of, request) if parts_of(request).explorer.has_blocks else {}
     return render(
         request,
         "tenants.html",
