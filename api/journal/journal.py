@@ -168,7 +168,7 @@ class Journal:
             replace(
                 record,
                 state=State.FINISHED,
-                prompt_tokens=record.prompt_tokens or (bill.usage.prompt if bill else None),
+                prompt_tokens=record.prompt_tokens or (bill and bill.usage.prompt) or None,
                 served=_without_content(delivered.served),
                 bill=replace(bill, receipt=None) if bill and bill.receipt else bill,
                 delivered=delivered.complete,

@@ -66,7 +66,10 @@ def _request_lines(payload: dict[str, Any]) -> list[str]:
     hit = usage.get("prompt_cache_hit_tokens", 0)
     cost = f", {payload['cost']} {payload['currency']}" if payload["cost"] is not None else ""
     tokens = "?" if payload["prompt_tokens"] is None else payload["prompt_tokens"]
-    lines = [f"{payload['id']}: {payload['state']}, {tokens} tokens, {hit} hit{cost}"]
+    state = payload["outcome"] or payload["state"]
+    lines = [f"{payload['id']}: {state}, {tokens} tokens, {hit} hit{cost}"]
+    if payload["error"] is not None:
+        lines.append(f"  {payload['error']['message']}")
     for prompt in payload["prompts"]:
         lines += [
             f"  {run['first_token']:>8} {run['tokens']:>8} tokens  {run['source']}"

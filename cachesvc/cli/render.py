@@ -36,10 +36,7 @@ def confirm(question: str, *, yes: bool) -> None:
     try:
         agreed = typer.confirm(question, err=True)
     except typer.Abort:
-        fail(
-            "nothing was changed: standard input is not a terminal, so nobody can confirm; add "
-            "--yes"
-        )
+        fail("nothing was changed: nobody can confirm, as standard input is no terminal; add --yes")
     if not agreed:
         fail("nothing was changed")
 

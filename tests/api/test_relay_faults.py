@@ -15,6 +15,7 @@ import pytest
 
 from api.relay import passage
 from billing.prices.cards import parse_card
+from cachesvc.cli.explain import _request_lines
 from engine.remote import upstreams
 from engine.remote.client import HttpAnswer
 from tests.api.conftest import refusal, until_engines
@@ -401,6 +402,8 @@ async def test_an_answer_without_a_count_costs_what_the_card_says_or_is_an_error
             assert not any(each in streamed.content for each in end)
             shown = await client.get(f"/v1/cache/requests/{whole.headers['x-request-id']}")
             assert "did not say" in shown.text
+            failed, why, *_ = _request_lines(shown.json())
+            assert ": failed, " in failed and whole.json()["error"]["message"] == why.strip()
             await client.post(CHAT, json=asked[0])
             assert (3, False) == (sites(service)[0].errors, sites(service)[0].is_up)
 
