@@ -221,10 +221,8 @@ def test_a_scheme_of_a_service_is_refused_with_what_takes_the_events():
 
 def test_the_position_waits_for_the_disk(house, tmp_path, monkeypatch):
     monkeypatch.setattr("os.fsync", Mock(side_effect=OSError(28, "No space left on device")))
-    with (
-        pytest.raises(ExportError, match="No space left"),
-        export.appending(tmp_path / "o") as file,
-    ):
+    refused = pytest.raises(ExportError, match="No space left")
+    with refused, export.appending(tmp_path / "o") as file:
         export.drain(house.ledger.store, "o", lambda chunk: export.write_durably(file, b"x\n"))
     with house.ledger.store.reading() as connection:
         assert {} == store_reports.cursors(connection, "o")

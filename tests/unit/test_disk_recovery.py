@@ -261,10 +261,8 @@ def test_a_shard_of_another_version_of_lmdb_is_not_damaged(filled):
 
 def test_commands_refuse_a_damaged_shard_and_repair_replaces_it(filled):
     tear(filled)
-    with (
-        pytest.raises(ConfigurationError, match=r"is damaged: .*verify --repair"),
-        open_view(filled),
-    ):
+    refused = pytest.raises(ConfigurationError, match=r"is damaged: .*verify --repair")
+    with refused, open_view(filled):
         pass
     assert "was replaced by an empty shard" in repair_folder(filled)[0]
     with open_view(filled) as view:

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.patience import until
 from tests.sim import world as sim
 from tests.support.disks import CAPACITY, FRAMES, blocks, load, publish_all
 from tests.support.faulty_storage import LAYOUT, chain, fill, put
@@ -80,7 +81,9 @@ class Servers:
 
     def __call__(self, name, writes=RemoteWrites.ALL, *, seal=None, breaker=None):
         disk = open_disk(self._root / name, LAYOUT, CAPACITY)
+        before = self._objects.num_calls
         remote = RemoteTier(self._objects, LAYOUT, disk.read_record, seal=seal, breaker=breaker)
+        until(lambda: self._objects.num_calls > before)  # as it looks at its store
         self._opened.append(StackedTier(disk, remote, writes))
         return self._opened[-1]
 
@@ -184,11 +187,13 @@ def test_sealed_records_are_read_with_the_key_only(server, objects):
     assert load(two, blocks(count=1)) == Loaded(0, MissReason.CHECKSUM)
 
 
-def test_a_store_that_fails_is_left_alone_and_asked_again(server, objects):
+def test_a_store_that_fails_is_told_left_alone_and_asked_again(server, objects, caplog):
     """Misses at once while the breaker is open; hits again when the store is back."""
-    now = [0.0]
+    now, objects.broken = [0.0], True
     breaker = Breaker(lambda: now[0])
     one, two = server("one"), server("two", breaker=breaker)
+    until(lambda: 2 == caplog.text.count("no answer in 1 s"))
+    objects.broken = False
     store(one, blocks())
     objects.broken = True
     for _ in range(FAILURES):
@@ -280,12 +285,13 @@ def test_a_step_asks_no_store_why_a_prompt_is_cold_and_a_slow_store_is_told(monk
         admission, "_settings", replace(admission._settings, other_arithmetics=(b"another",))
     )
     world.submit("cold", range(20))
+    until(lambda: objects.num_calls)
     while world.live():
         before = objects.num_calls
         world.turn()
         assert before == objects.num_calls
         world.mover.read()
-    assert objects.num_calls
+    assert objects.num_calls > 1
     prompt = Chain(CacheScope().root(), range(20, 40), sim.BLOCK)
     objects.held = {object_name(prompt.root, key): b"" for key in prompt.keys}
     monkeypatch.setattr(RemoteTier, "pays", lambda _, num_blocks, __: not num_blocks)

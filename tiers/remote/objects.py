@@ -299,7 +299,8 @@ def _refusing(errors: tuple[type[Exception], ...]) -> Iterator[None]:
     try:
         yield
     except errors as error:
-        raise RemoteError(f"{type(error).__name__}: {error}") from error
+        told = str(error).partition("\n")[0]  # obstore's goes on with its source
+        raise RemoteError(f"{type(error).__name__}: {told}") from error
 
 
 class _S3Objects:

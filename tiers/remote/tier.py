@@ -198,6 +198,7 @@ class RemoteTier:
         return delivery.sent
 
     def _publish_all(self) -> None:
+        self._call(lambda: self._objects.exists([NAMESPACE]))  # one that fails is told of at once
         while (key := self._waiting.get()) is not None:
             try:
                 if isinstance(key, AwaitedBlocks):

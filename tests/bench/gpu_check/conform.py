@@ -53,10 +53,8 @@ def _asked(engine: str, device: str, small: bool) -> dict[str, Any]:
             asked.append("--text")
         data = Path(folder, "data")
         try:
-            with serve(Path(folder, "log"), "--data-dir", data, *options, **environment) as (
-                _,
-                url,
-            ):
+            options += ["--data-dir", str(data)]
+            with serve(Path(folder, "log"), *options, **environment) as (_, url):
                 done = _run("conform", url, *asked)
         finally:
             if (node := data / "node.sock").exists():  # it outlives its server
