@@ -22,13 +22,14 @@ Survey = Callable[[Job], Awaitable[Sequence[Mapping[str, int]]]]
 
 @dataclass(frozen=True, slots=True)
 class Quote:
-    """Tokens by class, their price, and the expected wait in the queue in milliseconds."""
+    """Tokens by class, all of them misses unless `hits_known`, their price, and the wait ahead."""
 
     model: str
     usage: Usage
     max_output: int
     priced: Priced
     wait_ms: float
+    hits_known: bool
 
     def as_json(self) -> dict[str, Any]:
         usage, priced, ref = self.usage, self.priced, self.priced.ref
@@ -40,6 +41,7 @@ class Quote:
             "hit_tokens_by_tier": usage.hit_by_tier,
             "miss_tokens": usage.miss,
             "hit_rate": round(usage.hit / usage.prompt, 4),
+            "hits_known": self.hits_known,
             "max_output_tokens": self.max_output,
             "price": {
                 "currency": priced.currency,
@@ -78,4 +80,5 @@ class Quotes:
             job.max_output,
             self._meter.price(principal, job, usage),
             wait_s * 1000,
+            self._survey is not None or not job.cache,
         )

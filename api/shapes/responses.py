@@ -273,8 +273,5 @@ def _format(given: Plain | None) -> Plain | None:
     """The format in a chat's shape, which nests the fields that are flat here."""
     if given is None or given.get("type") != "json_schema":
         return given
-    names = ("name", "schema", "strict")
-    return {
-        "type": "json_schema",
-        "json_schema": {name: given[name] for name in names if name in given},
-    }
+    schema = {name: given[name] for name in ("name", "schema", "strict") if name in given}
+    return {"type": "json_schema", "json_schema": schema}

@@ -52,11 +52,13 @@ def _quote_lines(payload: dict[str, Any]) -> list[str]:
     tiers = payload["hit_tokens_by_tier"].items()
     where = ", ".join(f"{tokens} from {tier}" for tier, tokens in tiers if tokens)
     price = payload["price"]
-    found = f"{payload['hit_tokens']} would hit" + (f" ({where})" if where else "")
+    found = f"{payload['hit_tokens']} would hit{f' ({where})' if where else ''}, "
+    if not payload["hits_known"]:
+        found = "the engine tells what hits with its answer; at most "
     card = f"{price['card']} {price['version']}, {price['window']}"
     cost = f"{price['prompt']} {price['currency']} for the prompt, at most {price['at_most']}"
     return [
-        f"{payload['prompt_tokens']} tokens: {found}, {payload['miss_tokens']} would be computed",
+        f"{payload['prompt_tokens']} tokens: {found}{payload['miss_tokens']} would be computed",
         f"{cost} with {payload['max_output_tokens']} tokens of output ({card})",
     ]
 

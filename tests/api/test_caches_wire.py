@@ -272,8 +272,8 @@ ASKED_TOKENS = len("user: hi\nassistant: ")
 async def test_a_quote_computes_nothing_and_says_tokens_and_price(client, house):
     house.engine.script = Script(wait_s={"local": 0.25})
     quote = (await client.post(QUOTE, json=ASKED)).json()
-    told = of(quote, "prompt_tokens", "hit_tokens", "miss_tokens")
-    assert (ASKED_TOKENS, 16, ASKED_TOKENS - 16) == told
+    told = of(quote, "prompt_tokens", "hit_tokens", "miss_tokens", "hits_known")
+    assert (ASKED_TOKENS, 16, ASKED_TOKENS - 16, True) == told
     assert {"device": 10, "host": 0, "disk": 6} == quote["hit_tokens_by_tier"]
     price = quote["price"]
     cost = f"{(16 + 10 * (ASKED_TOKENS - 16)) / 1e6:.6f}"

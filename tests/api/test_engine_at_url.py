@@ -484,7 +484,7 @@ async def test_what_needs_blocks_in_this_process_says_so_by_name(engine, at):
         page = await client.get("/admin/explorer")
         assert (200, True) == (page.status_code, "The engine has the blocks" in page.text)
         quote = (await client.post("/v1/cache/quote", json=body())).json()
-        assert (40, 0) == of(quote, "miss_tokens", "hit_tokens")
+        assert (40, 0, False) == of(quote, "miss_tokens", "hit_tokens", "hits_known")
         assert 1 == len(engine.asked)
         number = answer.headers["x-request-id"]
         for name in ("cache", *PAGES, "tenants/default", f"requests/{number}"):

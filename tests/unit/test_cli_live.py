@@ -173,13 +173,14 @@ def test_a_scope_is_drawn_with_its_owner(world):
 PRICE = {"currency": "CNY", "prompt": "0.00004", "at_most": "0.00006"}
 PRICE |= {"card": "deepseek-launch", "version": "2024-08-02", "window": "standard"}
 QUOTE = {"prompt_tokens": 100, "hit_tokens": 64, "miss_tokens": 36, "max_output_tokens": 10}
-QUOTE |= {"hit_tokens_by_tier": {"device": 0, "host": 16, "disk": 48}, "price": PRICE}
+QUOTE |= {"hit_tokens_by_tier": {"host": 16, "disk": 48}, "price": PRICE, "hits_known": True}
 
 
 def test_a_quote_says_where_hits_come_from_and_what_they_cost():
     first, price = _quote_lines(QUOTE)
     assert "100 tokens: 64 would hit (16 from host, 48 from disk), 36 would be computed" == first
     assert "0.00004 CNY for the prompt, at most 0.00006 with 10 tokens" in price
+    assert "; at most 36 would be computed" in _quote_lines(QUOTE | {"hits_known": False})[0]
 
 
 @pytest.mark.parametrize("name", ["mistyped.json", "/nowhere/body"])
@@ -195,9 +196,8 @@ def test_a_file_is_a_request_that_was_not_sent_and_else_it_is_an_id(tmp_path, mo
         asked.append(sent)
         return {}
 
-    monkeypatch.setattr(
-        explain, "running_server", lambda _: SimpleNamespace(get=answer, post=answer)
-    )
+    running = SimpleNamespace(get=answer, post=answer)
+    monkeypatch.setattr(explain, "running_server", lambda _: running)
     for argument in ("cmpl-1", file):
         told("explain", argument)
     body = {"tenant": "default", "request": {"prompt": "hi"}}

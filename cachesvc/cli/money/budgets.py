@@ -10,10 +10,7 @@ from cachesvc.cli.money.invocation import Invocation, operating
 from cachesvc.cli.render import fail, note, print_documents
 
 AMOUNTS = ("amount", "spent", "held", "left")
-COLUMNS = (
-    *("name", "tenant", "amount", "per", "of", "value"),
-    *("spent", "held", "left", "ends_at"),
-)
+COLUMNS = ("name", "tenant", "amount", "per", "of", "value", "spent", "held", "left", "ends_at")
 
 
 @operating("reason", "json")
