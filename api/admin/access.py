@@ -35,9 +35,7 @@ async def reader(request: Request) -> Admin:
     for a NUL in the address, which PostgreSQL cannot search for.
     """
     if "\0" in request.scope["path"] or b"%00" in request.scope["query_string"]:
-        raise InvalidRequest(
-            "The address contains a NUL (%00), which no name here has; leave it out."
-        )
+        raise InvalidRequest("The address has a NUL (%00), which no name here has; leave it out.")
     token = bearer_token(single_header(request, "Authorization"))
     found = await _by_bearer(request, token) if token else await _by_cookie(request)
     request_log_of(request).add(admin=found.name)

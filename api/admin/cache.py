@@ -63,9 +63,7 @@ async def pin(
     if key is not None:
         prefix = await parts_of(request).cache.prefix_of(PrefixKey(bytes.fromhex(key)))
         if not prefix.keys:
-            raise RecordNotFound(
-                f"no whole prefix ends with block {key}; see `cachesvc cache tree`"
-            )
+            raise RecordNotFound(f"no prefix ends with block {key}; see `cachesvc cache tree`")
     elif (tenant is None) == (group is None):
         raise InvalidRequest("Say whose prompt it is: `tenant` or `group`.")
     else:

@@ -49,7 +49,7 @@ def in_process(call: BlockCaller | None) -> BlockCaller:
     if call is None:
         raise NotServed(
             "The engine has its blocks in another process, where this server cannot look at them. "
-            "What it does there by prompt, tenant or scope still works."
+            "`cachesvc node --stats` has the counters of a node beneath it."
         )
     return call
 
@@ -164,9 +164,7 @@ class Explorer:
             owner = owners.get(root)
             row = rows.setdefault((owner.label, owner.model) if owner else NOBODY, {})
             row[tier] = row.get(tier, 0) + num_bytes
-        found = [
-            {"owner": name, "model": model, "bytes": row} for (name, model), row in rows.items()
-        ]
+        found = [{"owner": who, "model": model, "bytes": row} for (who, model), row in rows.items()]
         return sorted(found, key=lambda each: -sum(each["bytes"].values()))
 
     async def _forest(self, read: Callable[[TierForest], T], max_age_s: float = DISK_FRESH_S) -> T:

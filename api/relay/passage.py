@@ -13,7 +13,7 @@ from typing import Final
 
 from api.job import Delta, Job, Served
 from api.relay.body import Ascent
-from api.relay.protocol import ANSWERS, answer_bytes, is_error, note_of
+from api.relay.protocol import ANSWERS, answer_bytes, is_cut, is_error, note_of
 from api.relay.refusal import refusal_of
 from api.relay.usage import CACHED_HEADER, UsageReader, billed
 from api.requests.delivery import UNCOUNTED
@@ -67,6 +67,7 @@ class Passage:
         self.answered = False  # and no other is to be sent
         self._is_complete = False  # its last event came, or all of it
         self._finished: set[str] = set()
+        self._is_cut = False  # at its limit
         self._most_prompt = job.prompt_most
         self._num_sent = 0  # tokens at least
         self._most_sent = 0  # tokens at most
@@ -119,7 +120,14 @@ class Passage:
             self._error,
             refusal=self._charge.refusal if self._outcome is Outcome.BUDGET else None,
             lookups=(Lookup((computed,), stop, 1),) if usage.unreported else (),
+            finishes=(self._finish,) if self._is_over else (),
         )
+
+    @property
+    def _finish(self) -> FinishReason:
+        if self._is_cut and self._outcome is Outcome.FINISHED:
+            return FinishReason.LENGTH
+        return _FINISHES.get(self._outcome, FinishReason.ERROR)
 
     async def deltas(self, idle_s: float | None = None) -> AsyncIterator[list[Delta]]:
         """Raises ApiError if the endpoint refuses the body, RemoteFault if it fails, and GateError
@@ -242,9 +250,7 @@ class Passage:
         if not self.job.stream:
             self._take_body(part)
             return True
-        data = b"\n".join(
-            line[5:].strip() for line in part.splitlines() if line.startswith(b"data:")
-        )
+        data = b"\n".join(one[5:].strip() for one in part.splitlines() if one.startswith(b"data:"))
         if not data:
             return True  # a comment
         self._has_begun = True
@@ -255,6 +261,7 @@ class Passage:
             return True
         document = self._asked.event(data)
         told, note = self._reader.read(document), note_of(document)
+        self._is_cut |= is_cut(document)
         if note.is_error:
             raise self._asked.fault("an error in its answer", ENDED_IN_ERROR)
         self._num_sent += note.num_texts
@@ -273,6 +280,7 @@ class Passage:
         if is_error(document) or document.keys().isdisjoint(ANSWERS):
             raise self._asked.fault("no answer", UNREADABLE)
         self._reader.read(document)
+        self._is_cut = is_cut(document)
         self._has_begun = self._is_ending = self._is_complete = self._is_over = True
         self._num_sent = answer_bytes(document)  # nobody tells how many tokens it came in
 
@@ -319,7 +327,7 @@ class Passage:
             index=0,
             tokens=(NO_ID,) * usage.output,
             counts=TokenCounts(prompt=usage.prompt, output=usage.output, **hits),
-            finish=_FINISHES.get(self._outcome, FinishReason.ERROR),
+            finish=self._finish,
             miss_reasons=served.miss_reasons,
             timeline=self._when,
             error=self._error,

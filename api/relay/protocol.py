@@ -16,6 +16,8 @@ from api.shapes.answer import WireFormat
 from api.shapes.messages_format import anthropic_error
 
 _ENDINGS = ("message_delta", "message_stop", "response.completed", "response.incomplete")
+_ENDS = ("finish_reason", "stop_reason", "status")
+_CUT = ("length", "max_tokens", "model_context_window_exceeded", "incomplete")  # of these
 _LAST = ("message_stop", "response.completed", "response.incomplete")
 
 
@@ -49,6 +51,15 @@ def note_of(document: Mapping[str, Any]) -> EventNote:
         is_bare_usage=isinstance(document.get("usage"), dict)
         and not any(one.get(name) for one in each for name in ("delta", "text", "finish_reason")),
     )
+
+
+def is_cut(document: Mapping[str, Any]) -> bool:
+    """Whether an answer, in an event or a body, ends at its limit."""
+    choices = document.get("choices")
+    each = [document, document.get("delta"), document.get("response")]
+    each += choices if isinstance(choices, list) else ()
+    told = [one.get(name) for one in each if isinstance(one, Mapping) for name in _ENDS]
+    return any(one in _CUT for one in told)
 
 
 def is_error(document: Mapping[str, Any]) -> bool:

@@ -13,9 +13,7 @@ from engine.errors import RemoteFault
 from engine.remote.client import OF_THE_BODY, HttpAnswer
 
 _WORDS = 500
-_TOO_LONG = re.compile(
-    "context.{0,20}length|prompt is too long|exceed.{0,20}context", re.IGNORECASE
-)
+_TOO_LONG = re.compile("context.{0,20}length|prompt is too long|exceed.{0,20}context", re.I)
 
 
 def refusal_of(answer: HttpAnswer, said: bytes) -> ApiError | RemoteFault:

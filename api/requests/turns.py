@@ -99,9 +99,7 @@ class Conversations:
 
     def __init__(self, max_tokens: int = MAX_TOKENS, kept: KeptBodies = NOTHING) -> None:
         self._kept = kept
-        self._turns = Recent[_Left](
-            max_tokens, lambda left: max(MIN_ENTRY_TOKENS, len(left.tokens))
-        )
+        self._turns = Recent[_Left](max_tokens, lambda it: max(MIN_ENTRY_TOKENS, len(it.tokens)))
 
     @property
     def num_tokens(self) -> int:

@@ -107,9 +107,7 @@ class ContentReader:
         if kind.unseen:
             self.unseen.append((str(block["type"]), where))
         head = kind.head.format_map(_Filled(block)) if kind.head else ""
-        told = (
-            self.texts(block.get(each), INSIDE, f"{where}.{each}", each) for each in kind.fields
-        )
+        told = (self.texts(block.get(at), INSIDE, f"{where}.{at}", at) for at in kind.fields)
         if kind is KINDS["text"] and not isinstance(block.get("text"), str):
             raise InvalidRequest(f"{where}.text must be a text.", param=f"{where}.text")
         return "\n".join(filter(None, (head, *told)))

@@ -45,9 +45,7 @@ class AnthropicTool(Body):
         if not self.is_clients:
             yield f"tools.{self.name or self.type}"
         else:
-            yield from (
-                f"tools.{name}" for name, value in (self.model_extra or {}).items() if value
-            )
+            yield from (f"tools.{name}" for name, it in (self.model_extra or {}).items() if it)
 
 
 class AnthropicChoice(Body):

@@ -276,9 +276,8 @@ class ChatBody(GenerationBody):
         Of the conversation, without those that one of a later turn covers.
         """
         options = self.prompt_cache_options or CacheOptions()
-        num_system = sum(
-            1 for _ in takewhile(lambda each: each.role in SYSTEM_ROLES, self.messages)
-        )
+        first = takewhile(lambda each: each.role in SYSTEM_ROLES, self.messages)
+        num_system = len(list(first))
         found = list(marked_points(self.messages, self.tools or (), num_system, options))
         if self.cache_control is not None:
             found.append(Breakpoint(self.cache_control.for_s, len(self.messages)))

@@ -151,7 +151,7 @@ async def test_a_prefix_is_pinned_by_its_prompt_by_its_last_block_and_on_its_pag
         ({"prompt": None}, 400, "one of"),
         ({"tenant": None}, 400, "Say whose"),
         ({"prompt": [1, 2]}, 400, "shorter than one block"),
-        ({"prompt": None, "key": "0" * 32}, 404, "no whole prefix"),
+        ({"prompt": None, "key": "0" * 32}, 404, "no prefix ends"),
         ({"model": "other"}, 404, "other"),
         ({"for_s": 0}, 400, "for_s"),
         ({"why": " "}, 400, "why"),

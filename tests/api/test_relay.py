@@ -7,6 +7,7 @@ from typing import Any
 import anyio
 import pytest
 
+from api.relay.protocol import is_cut
 from billing.money import UNITS
 from billing.prices.cards import parse_card
 from cachesvc.config.errors import ConfigError
@@ -234,6 +235,7 @@ async def test_no_header_of_the_tenant_goes_up_and_none_of_the_endpoint_comes_do
 
 async def test_the_journal_and_metrics_say_what_passed(up, tmp_path):
     bare = {**WHOLE[CHAT], "usage": {"prompt_tokens": PROMPT, "completion_tokens": OUTPUT}}
+    up.script[CHAT] = [each.replace(b'"stop"', b'"length"') for each in stream_of(CHAT)]
     async with relaying(tmp_path, up) as (service, client):
         told = await client.post(CHAT, json=body(CHAT, stream=True))
         up.whole[CHAT] = compact(bare)
@@ -243,16 +245,24 @@ async def test_the_journal_and_metrics_say_what_passed(up, tmp_path):
         assert f'cachesvc_miss_tokens_total{{reason="unreported"}} {PROMPT}.0' in metrics
         assert f'cachesvc_prompt_tokens_total{{source="device"}} {CACHED}.0' in metrics
         assert f"cachesvc_generation_tokens_total {2 * OUTPUT}.0" in metrics
-        assert 'cachesvc_requests_total{finish="stop"} 2.0' in metrics
+        for finish in ("stop", "length"):
+            assert f'cachesvc_requests_total{{finish="{finish}"}} 1.0' in metrics
         for answer, is_unreported in ((told, False), (untold, True)):
             name = answer.headers["x-request-id"]
             shown = await client.get(f"/v1/cache/requests/{name}")
             assert is_unreported == ("did not say" in shown.text), shown.text
             assert PROMPT == shown.json()["prompt_tokens"], "not what its body could be at most"
+            assert ["stop" if is_unreported else "length"] == shown.json()["finish_reasons"]
         assert 0 == service.core.engine.stats().num_running
         client.headers["authorization"] = f"Bearer {service.dashboard.parts.operator_token}"
         page = await client.get(f"/admin/requests/{told.headers['x-request-id']}")
         assert "told how many tokens it had" in page.text
+
+
+def test_the_end_of_an_answer_at_its_limit_is_known_in_every_protocol():
+    for end in ({"delta": {"stop_reason": "max_tokens"}}, {"response": {"status": "incomplete"}}):
+        assert is_cut({"type": "an end", **end})
+    assert not any(map(is_cut, WHOLE.values()))
 
 
 async def test_a_whole_answer_without_usage_costs_what_the_body_could_be_at_most(up, tmp_path):

@@ -105,13 +105,7 @@ STREAMS: Mapping[str, tuple[list[bytes], list[bytes], list[bytes], list[bytes], 
         [USAGE_CHUNK],
         [DONE],
     ),
-    COMPLETIONS: (
-        [],
-        [_text(text) for text in ("H", "i", "!")],
-        [_text("", "stop")],
-        [USAGE_CHUNK],
-        [DONE],
-    ),
+    COMPLETIONS: ([], [_text(text) for text in "Hi!"], [_text("", "stop")], [USAGE_CHUNK], [DONE]),
     MESSAGES: (
         [
             named("message_start", message={**_MESSAGE, "content": [], "usage": None}),
@@ -124,17 +118,13 @@ STREAMS: Mapping[str, tuple[list[bytes], list[bytes], list[bytes], list[bytes], 
     ),
     RESPONSES: (
         [named("response.created", response={**_RESPONSE, "usage": None})],
-        [
-            named("response.output_text.delta", output_index=0, delta=text)
-            for text in ("H", "i", "!")
-        ],
+        [named("response.output_text.delta", output_index=0, delta=text) for text in "Hi!"],
         [named("response.output_text.done", output_index=0, text="Hi!")],
         [named("response.completed", response=_DONE)],
         [],
     ),
 }
-_CHOICE = {"index": 0, "finish_reason": "stop"}
-_ANSWER = {"role": "assistant", "content": "Hi!"}
+_CHOICE, _ANSWER = {"index": 0, "finish_reason": "stop"}, {"role": "assistant", "content": "Hi!"}
 _CONTENT = [{"type": "text", "text": "Hi!"}]
 WHOLE: Mapping[str, dict[str, Any]] = {
     CHAT: {"id": "c-1", "choices": [{**_CHOICE, "message": _ANSWER}], "usage": OPENAI_USAGE},

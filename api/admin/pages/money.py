@@ -132,9 +132,7 @@ def _sums(days: list[Revenue]) -> dict[str, dict[str, Any]]:
 def _cards(books: Books, now_ns: int) -> list[dict[str, Any]]:
     """Every card, the one in force first, with its current and next price windows."""
     book = books.accounts.book
-    rows = [
-        _card(card, card is book.in_force(now_ns, card.currency), now_ns) for card in book.cards
-    ]
+    rows = [_card(one, one is book.in_force(now_ns, one.currency), now_ns) for one in book.cards]
     return sorted(rows, key=lambda card: (not card["in_force"], -card["valid_from_ns"]))
 
 

@@ -94,9 +94,7 @@ def tenant_page(request: Request, tenant: str, admin: MayRead, before: Before = 
 
 
 @router.get("/keys")
-def keys_page(
-    request: Request, admin: MayRead, tenant: Filter = "", state: Filter = ""
-) -> Response:
+def key_page(request: Request, admin: MayRead, tenant: Filter = "", state: Filter = "") -> Response:
     books = books_of(request)
     keys = keys_of(books, tenant or None)
     return render(
