@@ -81,6 +81,7 @@ def _no_network_and_no_home(tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 def _use_the_last_of_a_disk(temporary: Path, patch: pytest.MonkeyPatch) -> None:
     """Tiers leave 5 % of a file system to others. Where hardly more is free, tests take of it."""
+    from tests.live_server import TAKES_RESERVE
     from tiers.disk.room import reserve_of
     from tiers.disk.storage import FileSystem, Storage
 
@@ -93,7 +94,7 @@ def _use_the_last_of_a_disk(temporary: Path, patch: pytest.MonkeyPatch) -> None:
     total, free = file_system(Storage(), temporary)
     if free < reserve_of(None, total) + DISK_ROOM:
         patch.setattr(Storage, "file_system", found_here)
-        patch.setenv("CACHESVC_CACHE__DISK_RESERVE_BYTES", "0")  # of servers
+        patch.setenv(TAKES_RESERVE, "1")
 
 
 @pytest.fixture(autouse=True)

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import contextmanager
@@ -20,15 +21,23 @@ from billing.store.opening import database_url, open_store
 from tests.children import Program
 from tests.patience import PATIENCE_S, ended
 
+TAKES_RESERVE = "TESTS_TAKE_THE_RESERVE"  # set by `tests.conftest`
 SCRIPT = Path(sys.executable).with_name("cachesvc")
 READY = re.compile(r"serves \S+ on (http://[^\s\"]+)")
+
+
+def room_in(folder):
+    """What lets a program use the last of the disk that tests use, if it is that of `folder`."""
+    is_usual = folder.stat().st_dev == Path(tempfile.gettempdir()).stat().st_dev
+    takes = is_usual and TAKES_RESERVE in os.environ
+    return {"CACHESVC_CACHE__DISK_RESERVE_BYTES": "0"} if takes else {}
 
 
 @contextmanager
 def serve(log, *arguments, **environment):
     """A running `cachesvc serve` on a free port, and its URL; ended, if the test has not, by
     SIGKILL."""
-    env = {**os.environ, **environment}
+    env = {**os.environ, **room_in(log.parent), **environment}
     with log.open("w") as out:
         command = [SCRIPT, "serve", "--port", "0", *map(str, arguments)]
         process = subprocess.Popen(command, stdout=out, stderr=out, env=env)
@@ -75,7 +84,7 @@ class LiveServer:
     def begin(self):
         """Its process, beside the model's folder: a folder is served under the name it is given
         by."""
-        where, env = self._model.parent, self._environment
+        where, env = self._model.parent, room_in(self.data_dir.parent) | self._environment
         with self._log.open("ab") as out:
             return subprocess.Popen(self.command(), cwd=where, stdout=out, stderr=out, env=env)
 
@@ -150,4 +159,5 @@ class ForkedServer(LiveServer):
 
     def begin(self):
         _, *arguments = map(str, self.command())
-        return Program(arguments, cwd=self._model.parent, env=self._environment, log=self._log)
+        env = room_in(self.data_dir.parent) | self._environment
+        return Program(arguments, cwd=self._model.parent, env=env, log=self._log)

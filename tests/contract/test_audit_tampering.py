@@ -110,11 +110,8 @@ def test_a_change_of_any_column_is_named(original, prove):
     unseen = set()
     for table, name, kind in columns(original):
         value = CHANGED.get(kind, "\"{0}\" || '1'").format(name)
-        where = (
-            "kind = 'correction'"
-            if table == "entries"
-            else f"rowid = (SELECT max(rowid) FROM {table})"
-        )
+        newest = f"rowid = (SELECT max(rowid) FROM {table})"
+        where = "kind = 'correction'" if table == "entries" else newest
         proof = prove(f'UPDATE {table} SET "{name}" = {value} WHERE {where}')
         if proof.ok:
             unseen.add(f"{table}.{name}")

@@ -82,12 +82,8 @@ def test_a_writer_that_is_killed_leaves_whole_blocks_and_no_lease(tmp_path, seed
 
 @pytest.mark.parametrize("seed", range(2))
 def test_a_node_that_is_killed_serves_from_its_disk_again(tmp_path, seed):
-    path = tmp_path / "node.sock"
-    with (
-        child(run_node, path, tmp_path / "disk") as node,
-        child(write_on, path),
-        joined(path) as client,
-    ):
+    path, disk = tmp_path / "node.sock", tmp_path / "disk"
+    with child(run_node, path, disk) as node, child(write_on, path), joined(path) as client:
         while not client.stats()["pools"][0]["disk"]["num_blocks"]:
             time.sleep(0.01)
         time.sleep(0.02 * seed)

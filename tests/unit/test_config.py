@@ -144,10 +144,8 @@ def test_a_variable_of_several_values_is_json(monkeypatch):
 
 
 def test_an_adapter_has_a_name_of_its_own():
-    for wrong in (
-        {"model.name": "big", "model.adapters": {"big": "x"}},
-        {"model.adapters": {" ": "x"}},
-    ):
+    twice = {"model.name": "big", "model.adapters": {"big": "x"}}
+    for wrong in (twice, {"model.adapters": {" ": "x"}}):
         with pytest.raises(ConfigError, match="a name other than the model"):
             load_settings(wrong)
 

@@ -17,10 +17,8 @@ from tests.reference import pages
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("cachesvc", "api", "engine", "billing", "tiers")
 FOLDERS = ("cachesvc", "api", "engine", "billing", "tiers", "ops", "tests", "docs")
-DOCUMENTS = (
-    *ROOT.glob("*.md"),
-    *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.md")),
-)
+BELOW = (path for folder in FOLDERS for path in (ROOT / folder).rglob("*.md"))
+DOCUMENTS = (*ROOT.glob("*.md"), *BELOW)
 
 
 @pytest.mark.parametrize(

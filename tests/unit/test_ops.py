@@ -370,11 +370,8 @@ def test_the_container_runs_as_its_user_without_more_rights():
 
 def test_the_image_copies_what_there_is_and_starts_the_console_script():
     text = (DOCKER / "Dockerfile").read_text()
-    sources = [
-        name
-        for line in re.findall(r"^COPY (.+)$", text, re.MULTILINE)
-        for name in line.split()[:-1]
-    ]
+    lines = re.findall(r"^COPY (.+)$", text, re.MULTILINE)
+    sources = [name for line in lines for name in line.split()[:-1]]
     assert sources
     assert [] == [name for name in sources if not (ROOT / name).exists()]
     packages = {"cachesvc", "api", "engine", "billing", "tiers"}

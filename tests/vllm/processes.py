@@ -12,6 +12,7 @@ from pathlib import Path
 import httpx
 
 from engine.remote.metrics import counters_in
+from tests.live_server import room_in
 from tests.patience import PATIENCE_S, free_port, until, until_ready
 from tiers.node.client import NodeClient
 
@@ -212,7 +213,8 @@ class RunningNode:
     def start(self, host="512MiB", disk="2GiB"):
         command = [Path(sys.executable).with_name("cachesvc"), "node", "--socket", self.socket]
         tiers = ["--host-cache", host, "--disk-cache-dir", self.disk, "--disk-cache", disk]
-        self._process = subprocess.Popen([*command, *tiers, *self.more], cwd=ROOT)
+        env = os.environ | room_in(self.disk.parent)
+        self._process = subprocess.Popen([*command, *tiers, *self.more], cwd=ROOT, env=env)
         until(self.socket.exists)
 
     @property
