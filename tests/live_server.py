@@ -28,8 +28,9 @@ READY = re.compile(r"serves \S+ on (http://[^\s\"]+)")
 
 def room_in(folder):
     """What lets a program use the last of the disk that tests use, if it is that of `folder`."""
-    is_usual = folder.stat().st_dev == Path(tempfile.gettempdir()).stat().st_dev
-    takes = is_usual and TAKES_RESERVE in os.environ
+    folder = next(each for each in (folder, *folder.parents) if each.exists())
+    usual = Path(tempfile.gettempdir()).stat().st_dev
+    takes = TAKES_RESERVE in os.environ and usual == folder.stat().st_dev
     return {"CACHESVC_CACHE__DISK_RESERVE_BYTES": "0"} if takes else {}
 
 
