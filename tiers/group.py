@@ -241,10 +241,8 @@ def _capacities(
     pool: DevicePool, frames: FrameArena | None, disk: ManagedTier | None
 ) -> dict[TierName, int]:
     """The capacity of each tier in blocks, hottest first."""
-    sizes = {
-        TierName.DEVICE: pool.num_blocks,
-        TierName.HOST: frames.num_frames if frames is not None else 0,
-    }
+    num_frames = frames.num_frames if frames is not None else 0
+    sizes = {TierName.DEVICE: pool.num_blocks, TierName.HOST: num_frames}
     for level in disk.levels() if disk is not None else ():
         sizes[level.name] = level.stats().capacity_bytes // pool.layout.nbytes
     return {tier: blocks for tier, blocks in sizes.items() if blocks}

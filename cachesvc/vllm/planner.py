@@ -138,8 +138,8 @@ class Planner:
         """What the node has of these tokens; None if it has not answered yet."""
         name = request.request_id
         question = self._asked.get(name)
-        others = (self._begun | self._asked.keys()) - {name}
-        wait_s = 0.0 if others else self.wait_s  # each look of vLLM's is a step of its worker
+        is_alone = self._begun <= {name} and self._asked.keys() <= {name}
+        wait_s = self.wait_s if is_alone else 0.0  # each look of vLLM's is a step of its worker
         if question is None or (question.start, question.end) != (start, end):
             chains = RequestChains.of(self.identity, request)
             answer = self._asking.submit(self._look, chains, start, end)

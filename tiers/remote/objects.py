@@ -68,9 +68,8 @@ def open_objects(url: str, timeout_s: float) -> ObjectStore:
             raise ConfigurationError("write / ? # @ of a remote tier's password as %2F %3F %23 %40")
         return (_ClusterObjects if "+" in parts.scheme else _RedisObjects)(url, timeout_s)
     shown = parts.scheme or url.rpartition("@")[2]  # without its password
-    raise ConfigurationError(
-        f"no remote tier uses {shown!r}; use redis://, redis+cluster:// or s3://"
-    )
+    known = "redis://, redis+cluster:// or s3://"
+    raise ConfigurationError(f"no remote tier uses {shown!r}; use {known}")
 
 
 def shown_url(url: str) -> str:

@@ -130,9 +130,8 @@ class RemoteTier:
 
         if self._call(read) is None:
             return Loaded(0, MissReason.IO_ERROR)
-        refused = (number for number, why in enumerate(reasons) if why is not None)
-        num_loaded = next(refused, len(wanted))
-        reason = reasons[num_loaded] if num_loaded < len(wanted) else None
+        refused = ((number, why) for number, why in enumerate(reasons) if why is not None)
+        num_loaded, reason = next(refused, (len(wanted), None))
         read_bytes = sum(sizes[:num_loaded])
         self.economy.observe_load(num_loaded * self._block_bytes, time.perf_counter() - started)
         with self._lock:
@@ -198,7 +197,10 @@ class RemoteTier:
         return delivery.sent
 
     def _publish_all(self) -> None:
-        self._call(lambda: self._objects.exists([NAMESPACE]))  # one that fails is told of at once
+        try:
+            self._call(lambda: self._objects.exists([NAMESPACE]))  # its failure is told at once
+        except Exception:  # the top of this thread
+            logger.exception("the remote tier failed to look at its store")
         while (key := self._waiting.get()) is not None:
             try:
                 if isinstance(key, AwaitedBlocks):
