@@ -187,7 +187,9 @@ def test_sealed_records_are_read_with_the_key_only(server, objects):
     assert load(two, blocks(count=1)) == Loaded(0, MissReason.CHECKSUM)
 
 
-def test_a_store_that_fails_is_told_left_alone_and_asked_again(server, objects, caplog):
+def test_a_store_that_fails_is_told_left_alone_and_asked_again(
+    server, objects, caplog, monkeypatch
+):
     """Misses at once while the breaker is open; hits again when the store is back."""
     now, objects.broken = [0.0], True
     breaker = Breaker(lambda: now[0])
@@ -202,6 +204,10 @@ def test_a_store_that_fails_is_told_left_alone_and_asked_again(server, objects, 
     assert two.probe(blocks()) == 0
     assert load(two, blocks()) == Loaded(0, MissReason.IO_ERROR)
     assert objects.num_calls == before, "an open breaker asks nobody"
+    with monkeypatch.context() as patch:
+        told = iter((MissReason.CHECKSUM, MissReason.ABSENT))
+        patch.setattr(two.disk, "load", lambda *_: Loaded(0, next(told)))
+        assert load(two, blocks()) == Loaded(0, MissReason.CHECKSUM), "the disk's, told first"
     objects.broken = False
     now[0] += 2
     assert load(two, blocks()) == Loaded(4, None, (REMOTE,) * 4)

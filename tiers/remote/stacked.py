@@ -76,9 +76,8 @@ class StackedTier(ManagedTier):
 
     def load(self, ids: Sequence[BlockId], into: Sequence[Frame]) -> Loaded:
         wanted = ids[: len(into)]
-        sources: list[TierName] = []
-        ages: list[float] = []
-        reason: MissReason | None = MissReason.ABSENT
+        sources, ages, stop = list[TierName](), list[float](), 0
+        reason: MissReason | None = MissReason.ABSENT  # what was said first of the block at stop
         while len(sources) < len(wanted):
             before = len(sources)
             for tier in (self.disk, self.remote):
@@ -88,7 +87,8 @@ class StackedTier(ManagedTier):
                 ages += loaded.ages or [0.0] * loaded.num_blocks
                 if tier is self.disk:
                     self.used([block.key for block in wanted[at : len(sources)]])
-                reason = loaded.reason
+                if len(sources) > stop or reason is MissReason.ABSENT:
+                    stop, reason = len(sources), loaded.reason
                 if len(sources) == len(wanted):
                     break
             if len(sources) == before:
