@@ -100,7 +100,7 @@ class ModelRunner:
             recurrent = RecurrentAttention(self._attention, loaded.port, kv.block_size)
             self._attention, self._recurrent = recurrent, recurrent.states
         self._sampler = Sampler(loaded.eos_token_ids)
-        self._shrinking = Shrinking(self._step, kv.block_size)
+        self._shrinking = Shrinking(kv.block_size)
         self._team = ThreadTeam(waiting=Waiting()) if self._device.type == "cpu" else None
         self._traced: TracedForward | None = None
         self._is_recorded = False
@@ -129,10 +129,10 @@ class ModelRunner:
         if self._recurrent is not None:
             self._recurrent.begin_step()
         if self._team is None:
-            return self._shrinking(batch.spans)
+            return self._shrinking(self._step, batch.spans)
         self._team.begin(batch.num_tokens, batch.num_keys)
         try:
-            return self._shrinking(batch.spans)
+            return self._shrinking(self._step, batch.spans)
         finally:
             self._team.end()
 

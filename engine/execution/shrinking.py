@@ -40,29 +40,28 @@ def choose_in_parts(choose: Choose, logits: torch.Tensor, spans: Sequence[Span])
 
 
 class Shrinking:
-    """`compute`, for steps of any size. `max_tokens` is the most that are tried at once after a
-    step did not fit, or None."""
+    """Steps of any size. `max_tokens` is the most that are tried at once after a step did not fit,
+    or None."""
 
-    def __init__(self, compute: Compute, block_size: int) -> None:
-        self._compute = compute
+    def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self.max_tokens: int | None = None
         self._num_calm = 0
 
-    def __call__(self, spans: Sequence[Span]) -> list[Sampled]:
-        """One `Sampled` for each span, in order."""
+    def __call__(self, compute: Compute, spans: Sequence[Span]) -> list[Sampled]:
+        """One `Sampled` for each span, in order. `compute` is not kept: its owner keeps this."""
         if self.max_tokens is None or _num_tokens(spans) <= self.max_tokens:
-            done = self._try(spans)
+            done = self._try(compute, spans)
             if done is not None:
                 self._calm(spans)
                 return done
-        return self._in_halves(spans)
+        return self._in_halves(compute, spans)
 
-    def _try(self, spans: Sequence[Span]) -> list[Sampled] | None:
+    def _try(self, compute: Compute, spans: Sequence[Span]) -> list[Sampled] | None:
         """The results, or None if the memory is too small for them."""
         num_tokens = _num_tokens(spans)
         try:
-            return self._compute(spans)
+            return compute(spans)
         except torch.OutOfMemoryError as error:
             most = max(self._block_size, num_tokens // 2)
             self.max_tokens = min(most, self.max_tokens or most)
@@ -71,19 +70,19 @@ class Shrinking:
         _give_back()
         return None
 
-    def _in_halves(self, spans: Sequence[Span]) -> list[Sampled]:
+    def _in_halves(self, compute: Compute, spans: Sequence[Span]) -> list[Sampled]:
         if len(spans) > 1:
             half = len(spans) // 2
-            return self(spans[:half]) + self(spans[half:])
+            return self(compute, spans[:half]) + self(compute, spans[half:])
         [span] = spans
         border = self._border(span)
         if border is None:
-            done = self._try(spans)
+            done = self._try(compute, spans)
             return [Sampled(span.sequence_id, None, error=NO_MEMORY)] if done is None else done
-        [first] = self([_head(span, border)])
+        [first] = self(compute, [_head(span, border)])
         if first.error is not None:
             return [first]
-        [second] = self([_tail(span, border)])
+        [second] = self(compute, [_tail(span, border)])
         return [second._replace(targets=first.targets + second.targets)]
 
     def _border(self, span: Span) -> int | None:

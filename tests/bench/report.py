@@ -34,9 +34,7 @@ def commit() -> str:
 
 
 def machine() -> dict[str, object]:
-    model = [
-        line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
-    ]
+    model = [row for row in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in row]
     return {
         "cpu": model[0].split(":")[1].strip() if model else platform.processor(),
         "cores": os.cpu_count(),

@@ -1,5 +1,7 @@
 """A step that runs out of memory is computed in parts, with the KV and the tokens of its parts."""
 
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -64,18 +66,18 @@ def test_the_next_steps_do_not_try_what_did_not_fit_until_many_fitted():
             raise torch.OutOfMemoryError
         return [Sampled(each.sequence_id, 1) for each in spans]
 
-    shrinking = Shrinking(compute, BLOCK)
-    shrinking([span(0, 0, 64)])
+    shrinking = Shrinking(BLOCK)
+    shrinking(compute, [span(0, 0, 64)])
     assert [64, 32, 32] == tried
     tried.clear()
     for _ in range(CALM_STEPS // 2):
-        shrinking([span(0, 0, 64)])
+        shrinking(compute, [span(0, 0, 64)])
     assert {32, 64} >= set(tried) and tried.count(64) <= 1
     limit = 1000
     for _ in range(CALM_STEPS):
-        shrinking([span(0, 0, 64)])
+        shrinking(compute, [span(0, 0, 64)])
     tried.clear()
-    shrinking([span(0, 0, 64)])
+    shrinking(compute, [span(0, 0, 64)])
     assert [64] == tried
 
 
@@ -104,7 +106,7 @@ def test_the_parts_have_their_own_targets():
         ]
 
     whole = span(1, 4, 40, targets=np.arange(30, dtype=np.int32), allowed=np.ones(2, np.int32))
-    [result] = Shrinking(compute, BLOCK)([whole])
+    [result] = Shrinking(BLOCK)(compute, [whole])
     assert 7 == result.token
     assert list(range(30)) == list(result.targets)
     assert [4, 16, 32] == [part.start for part in given]
@@ -117,7 +119,12 @@ def test_other_errors_are_not_retried():
         raise RuntimeError("another fault")
 
     with pytest.raises(RuntimeError, match="another fault"):
-        Shrinking(compute, BLOCK)([span(0, 0, 64)])
+        Shrinking(BLOCK)(compute, [span(0, 0, 64)])
+
+
+def test_a_runner_that_nobody_holds_is_freed_without_the_garbage_collector():
+    left = weakref.WeakSet(pair()[0])
+    assert not left
 
 
 def test_a_choice_that_runs_out_of_memory_is_made_in_halves_without_computing_again(monkeypatch):

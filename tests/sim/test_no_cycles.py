@@ -37,7 +37,5 @@ def test_requests_leave_no_cycles(garbage):
             world.run()
     world.run()
     gc.collect()
-    ours = [
-        thing for thing in garbage if type(thing).__module__.split(".")[0] in ("tiers", "engine")
-    ]
+    ours = [each for each in garbage if type(each).__module__.split(".")[0] in ("tiers", "engine")]
     assert [] == ours

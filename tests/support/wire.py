@@ -193,9 +193,7 @@ class ScriptedEngine:
     def _loop(self) -> None:
         while not self._closing:
             with self._changed:
-                outputs = [
-                    output for run in list(self._runs.values()) for output in self._step(run)
-                ]
+                outputs = [told for run in list(self._runs.values()) for told in self._step(run)]
                 if not outputs and not self._closing:
                     self._changed.wait(0.05)
             if outputs:

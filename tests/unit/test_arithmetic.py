@@ -79,11 +79,9 @@ def test_a_directory_of_an_older_version_lists_its_arithmetic_as_another(tmp_pat
     mine = CacheScope(weights=b"w", arithmetic=b"now")
     assert other_arithmetics(tmp_path, mine) == ()
     old = {name: value.hex() for name, value in asdict(mine).items() if name != "arithmetic"}
-    elsewhere = {
-        name: value.hex() for name, value in asdict(replace(mine, arithmetic=b"b")).items()
-    }
-    stranger = {**elsewhere, "weights": b"other".hex()}
-    recorded = [{"model": "m", "scope": scope} for scope in (old, elsewhere, stranger)]
+    other = {name: value.hex() for name, value in asdict(replace(mine, arithmetic=b"b")).items()}
+    stranger = {**other, "weights": b"other".hex()}
+    recorded = [{"model": "m", "scope": scope} for scope in (old, other, stranger)]
     (tmp_path / FILE_NAME).write_text(json.dumps(recorded))
     assert other_arithmetics(tmp_path, mine) == (b"b", b"")
 

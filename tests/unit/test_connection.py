@@ -155,9 +155,7 @@ async def test_a_client_that_never_reads_is_cut_off():
         await send({"type": "http.response.start", "status": 200, "headers": []})
         while (await asyncio.wait_for(receive(), 10))["type"] != "http.disconnect":
             for _ in range(100):
-                await send(
-                    {"type": "http.response.body", "body": b"a" * 100_000, "more_body": True}
-                )
+                await send({"type": "http.response.body", "body": b"a" * 10**5, "more_body": True})
         ended.set()
 
     async with connected(endless, write_s=0.1) as (_, writer):

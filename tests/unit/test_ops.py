@@ -427,9 +427,7 @@ def test_the_fleets_servers_ask_its_router_and_the_router_its_engines():
 
 def test_two_servers_share_a_ledger_limits_and_blocks_and_nothing_else():
     one, two = (PAIR["services"][name] for name in ("one", "two"))
-    differ = {
-        name for name in KNOWN if one["environment"].get(name) != two["environment"].get(name)
-    }
+    differ = {key for key in KNOWN if one["environment"].get(key) != two["environment"].get(key)}
     assert {env_name("billing.server_name")} == differ
     assert not set(one["volumes"]) & set(two["volumes"])
     for name in ("billing.database_url", "limits.url", "cache.remote_url"):

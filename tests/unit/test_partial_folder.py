@@ -17,18 +17,16 @@ HOLD = (
 
 def test_what_a_killed_process_left_is_removed_and_what_runs_is_not(tmp_path):
     folder = tmp_path / "gguf-v2-ab"
-    other = subprocess.Popen(
-        [sys.executable, "-c", HOLD, folder], stdout=subprocess.PIPE, text=True
-    )
-    theirs = Path(other.stdout.readline().strip())
+    peer = subprocess.Popen([sys.executable, "-c", HOLD, folder], stdout=subprocess.PIPE, text=True)
+    theirs = Path(peer.stdout.readline().strip())
     try:
         with partial_folder(folder, "gguf-") as ours:
             assert (theirs / "weights").exists(), "two may convert at once"
             assert ours.exists() and ours != theirs
     finally:
-        other.kill()
-        other.wait()
-        other.stdout.close()
+        peer.kill()
+        peer.wait()
+        peer.stdout.close()
     assert theirs.exists(), "it could not tidy up"
     with partial_folder(folder, "gguf-") as ours:
         assert [ours] == list(tmp_path.iterdir())
