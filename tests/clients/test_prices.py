@@ -28,7 +28,8 @@ print(litellm.completion_cost(answer, model="openai/qwen3-8b"))
 def test_litellm_adds_up_what_our_ledger_would(tmp_path):
     card = tmp_path / "usd.toml"
     card.write_text(USD_CARD)
-    told = CliRunner().invoke(app, ["prices", "export", str(card), "--model", "qwen3-8b"])
+    asked = ["prices", "export", str(card), "--model", "qwen3-8b", "--litellm"]
+    told = CliRunner().invoke(app, asked)
     python = PROGRAMS["litellm"].interpreter
     done = ended(python, "-c", ADD_UP, input=told.stdout, check=True)
     pinned = parse_card(USD_CARD).pin("qwen3-8b", "standard")

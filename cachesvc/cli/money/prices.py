@@ -74,6 +74,7 @@ def export(
     models: Annotated[
         list[str], typer.Option("--model", help="A name that clients use; may be repeated")
     ],
+    litellm: Annotated[bool, typer.Option("--litellm", help="The only format so far")] = True,
 ) -> None:
     """Print a card's prices as LiteLLM's price map, for gateways and tools that read it.
 
