@@ -67,7 +67,7 @@ serve: $(STAMP) ## Serve the default model on http://127.0.0.1:8000 (ARGS="--por
 	@$(BIN)/cachesvc serve $(ARGS)
 
 test: $(TESTS) ## Run the tests (ARGS="-k codec", ...)
-	$(BIN)/python -m pytest -n auto -m "not gpu and not slow and not vllm and not sglang and not clients" $(ARGS)
+	$(BIN)/python -m pytest -n auto --dist worksteal -m "not gpu and not slow and not vllm and not sglang and not clients" $(ARGS)
 
 check: lint test ## Everything that must pass before a commit: format, lint, types, imports, tests
 

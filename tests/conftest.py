@@ -18,6 +18,8 @@ import psutil
 import pytest
 import structlog
 
+from engine import garbage
+
 if TYPE_CHECKING:
     from engine.operators.library import Operators
 
@@ -28,6 +30,10 @@ WORKER_BYTES = 5 << 30  # of a worker with an engine of the default model and a 
 ROOM = 6 << 30  # bytes of address space
 DISK_ROOM = 16 << 30  # all tests together take some of it
 _COLLECTED = pytest.StashKey[int]()
+
+# Hundreds of engines are composed here, and each would scan all that is imported: once is enough.
+pytest_collection_finish = garbage.freeze_loaded
+garbage.freeze_loaded = garbage.thaw = lambda: None
 
 _connect = socket.socket.connect
 _LOOPBACK = ("127.", "localhost", "::1")
@@ -116,7 +122,6 @@ def _no_memory_left(request: pytest.FixtureRequest) -> Iterator[None]:
     """
     yield
     if _HAS_PROC and _address_space() > request.config.stash.get(_COLLECTED, 0) + ROOM:
-        gc.unfreeze()
         gc.collect()
         request.config.stash[_COLLECTED] = _address_space()
 

@@ -67,9 +67,7 @@ class World:
         self.now_s = 1_000_000.0
         shares = None
         if quotas is not None:
-            shares = QuotaShares(
-                1_000_000, {root: int(1e6 * part) for root, part in quotas.items()}
-            )
+            shares = QuotaShares(10**6, {root: int(1e6 * part) for root, part in quotas.items()})
         tier = tier or MemoryTier(
             disk_blocks,
             seed=seed,

@@ -240,6 +240,4 @@ def _byte_characters() -> list[str]:
     """The character for each byte in byte-level BPE."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
-    return [
-        chr(byte) if byte in printable else chr(256 + others.index(byte)) for byte in range(256)
-    ]
+    return [chr(one) if one in printable else chr(256 + others.index(one)) for one in range(256)]

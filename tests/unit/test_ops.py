@@ -52,9 +52,7 @@ def expressions():
 
 
 def test_boards_and_rules_use_only_metrics_that_exist():
-    used = {
-        name for text in expressions() for name in re.findall(r"\bcachesvc_[a-z_]+\b(?!:)", text)
-    }
+    used = {name for one in expressions() for name in re.findall(r"\bcachesvc_[a-z_]+\b(?!:)", one)}
     assert used
     unknown = {
         name
