@@ -200,9 +200,7 @@ class WindowLimits:
             yield Holder("key", principal.key_id), settings.keys.get(principal.key_id, settings.key)
 
     async def _take_place(self, member: str, quotas: Sequence[tuple[Holder, Quota]]) -> None:
-        wanted = {
-            holder: quota.concurrency for holder, quota in quotas if quota.concurrency is not None
-        }
+        wanted = {who: quota.concurrency for who, quota in quotas if quota.concurrency is not None}
         full = await self._places.enter(member, wanted)
         if full is not None:
             raise RateLimited(

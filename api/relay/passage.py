@@ -106,7 +106,8 @@ class Passage:
         if not (self._has_begun or left):
             return EMPTY
         most = {"most_prompt": self._most_prompt, "most_output": self._covered}
-        return billed(self._reader.counted, sent=self._num_sent, **most)
+        sent, is_whole = self._num_sent, self._is_ending
+        return billed(self._reader.counted, sent=sent, is_whole=is_whole, **most)
 
     def served(self) -> Served:
         usage = self.usage()

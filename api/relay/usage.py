@@ -175,14 +175,19 @@ def counted(said: Mapping[str, Any], *, excludes: bool = False) -> Counted:
         return Counted(prompt=prompt if shape.includes else None, output=output)
 
 
-def billed(seen: Counted, *, most_prompt: int, sent: int, most_output: int) -> Usage:
+def billed(
+    seen: Counted, *, most_prompt: int, sent: int, most_output: int, is_whole: bool
+) -> Usage:
     """The usage to bill.
 
     An unreported prompt is a miss of what the body could be at most, an unreported hit a miss.
-    Unreported output is the tokens that were `sent` at least. Neither exceeds what is held.
+    Unreported output is the tokens that were `sent` at least, and so is that of an answer cut off:
+    what was told may be of its beginning. Neither exceeds what is held.
     """
-    prompt, hits = seen.prompt, seen.hits
-    output = min(sent if seen.output is None else seen.output, most_output)
+    prompt, hits, told = seen.prompt, seen.hits, seen.output
+    if not (told and is_whole):
+        told = sent and max(told or 0, sent)
+    output = min(told, most_output)
     if prompt is None or not 0 < prompt <= most_prompt:
         return Usage(miss=most_prompt, unreported=most_prompt, output=output)
     if hits is None:

@@ -94,9 +94,7 @@ class CompletionFormat(ChoicesFormat):
 
     def opening(self, usage: Usage) -> bytes:
         """The echoed prompts; nothing without `echo`."""
-        return b"".join(
-            self._chunk(n, {"text": echo}) for n, echo in enumerate(self._echoes) if echo
-        )
+        return b"".join(self._chunk(n, {"text": one}) for n, one in enumerate(self._echoes) if one)
 
     def chunk(self, delta: Delta) -> bytes:
         self.absorb(delta)

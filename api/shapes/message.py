@@ -142,9 +142,7 @@ class Message(Marked):
         """The content as one string. Raises for parts other than text, by position."""
         if self.content is None or isinstance(self.content, str):
             return self.content or self.refusal or ""
-        return "".join(
-            self._part_text(part, number, place) for place, part in enumerate(self.content)
-        )
+        return "".join(self._part_text(part, number, at) for at, part in enumerate(self.content))
 
     def _part_text(self, part: ContentPart, number: int, place: int) -> str:
         if self.role == "assistant" and part.type == "refusal" and part.refusal is not None:

@@ -193,7 +193,7 @@ def read(*said: Said, is_partial: bool = False) -> Counted:
 
 
 def bill(seen: Counted, most: int = 4000) -> Usage:
-    return billed(seen, most_prompt=most, sent=3, most_output=100)
+    return billed(seen, most_prompt=most, sent=3, most_output=100, is_whole=True)
 
 
 @pytest.mark.parametrize("shape", WRITES)

@@ -81,6 +81,7 @@ RESPONSES_USAGE: dict[str, Any] = {"input_tokens": PROMPT, "output_tokens": OUTP
 RESPONSES_USAGE |= {"input_tokens_details": _HIT}
 MESSAGES_USAGE = {"input_tokens": PROMPT - CACHED, "cache_read_input_tokens": CACHED}
 MESSAGES_USAGE |= {"cache_creation_input_tokens": 0, "output_tokens": OUTPUT}
+_BEGUN = MESSAGES_USAGE | {"output_tokens": 1}  # as Anthropic says at the beginning
 _MESSAGE = {"id": "msg_1", "type": "message", "role": "assistant", "model": "up"}
 _RESPONSE = {"id": "resp_1", "object": "response", "model": "up", "output": []}
 _TEXT = {"type": "output_text", "text": "Hi!"}
@@ -108,7 +109,7 @@ STREAMS: Mapping[str, tuple[list[bytes], list[bytes], list[bytes], list[bytes], 
     COMPLETIONS: ([], [_text(text) for text in "Hi!"], [_text("", "stop")], [USAGE_CHUNK], [DONE]),
     MESSAGES: (
         [
-            named("message_start", message={**_MESSAGE, "content": [], "usage": None}),
+            named("message_start", message={**_MESSAGE, "content": [], "usage": _BEGUN}),
             named("content_block_start", index=0, content_block={"type": "text", "text": ""}),
         ],
         [_of_block(text) for text in ("H", "i", "!")],
