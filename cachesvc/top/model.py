@@ -51,10 +51,9 @@ def _engine(use: Mapping[str, Any]) -> str:
     """A line of an engine at a URL."""
     tokens = use["prompt_tokens"]
     hits = f"{use['hit_tokens'] / tokens:.0%}" if tokens else "-"
-    return (
-        f"{use['url']}  {'up' if use['is_up'] else 'DOWN'}  in flight {use['num_in_flight']}  "
-        f"hits {hits}  errors {use['errors']}"
-    )
+    state = "up" if use["is_up"] else "DOWN"
+    counts = f"in flight {use['num_in_flight']}  hits {hits}  errors {use['errors']}"
+    return f"{use['model']}  {use['url']}  {state}  {counts}"
 
 
 def _folded(text: str, width: int) -> list[str]:

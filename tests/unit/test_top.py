@@ -131,7 +131,7 @@ def test_engines_at_urls_are_shown_and_an_alarm_tells_that_none_answers():
     now = reading()
     now = replace(now, stats={**now.stats, "engine": now.stats["engine"] | {"engines": uses}})
     first, second = (line for line in model.summary(now) if "http" in line)
-    assert first.endswith("DOWN  in flight 3  hits 75%  errors 2") and "hits -" in second
+    assert "big  http://a:1  DOWN  in flight 3  hits 75%  errors 2" == first and "hits -" in second
     assert any("no engine of big answers" in problem for problem in model.alarms(now))
     assert not any("no engine" in problem for problem in model.alarms(reading()))
 
