@@ -545,16 +545,16 @@ async def test_the_server_stops_while_a_stream_passes(up, at):
         assert "failed" == entry.details["outcome"]
 
 
-async def test_a_stream_ends_when_its_balance_is_used_up(up, at):
+@pytest.mark.parametrize("path", [CHAT, MESSAGES])
+async def test_a_stream_ends_when_its_balance_is_used_up(up, at, path):
     """What is held for 256 tokens of output and a part of the next slice is all there is."""
-    head, text, *rest = STREAMS[CHAT]
-    up.script[CHAT] = [*head, *text * 400, *(each for part in rest for each in part)]
-    asked = body(CHAT, stream=True, max_tokens=2000)
+    head, text, *rest = STREAMS[path]
+    up.script[path] = [*head, *text * 400, *(each for part in rest for each in part)]
+    asked = body(path, stream=True, max_tokens=2000)
     units = bound(**asked) * MISS + 300 * 2 * MISS
     async with at(up) as (service, client):
-        headers = paying(service, units)
-        answer = await client.post(CHAT, json=asked, headers=headers)
-        assert "insufficient_balance" == code_at_the_end(CHAT, answer.content)
+        answer = await client.post(path, json=asked, headers=paying(service, units))
+        assert "insufficient_balance" == code_at_the_end(path, answer.content)
         (entry,) = charges(service, "acme")
         assert "budget" == entry.details["outcome"]
         assert 200 <= usage_of(entry)["output"] <= 256
