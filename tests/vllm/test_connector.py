@@ -15,6 +15,7 @@ import torch
 import transformers
 from redis import Redis
 
+from tests.patience import until
 from tests.redis_server import redis_server
 from tests.support.threads import beside
 from tests.unit.test_disk_faults import flip
@@ -215,19 +216,18 @@ def survive_faults(story, folder, socket):
         node.signal(signal.SIGSTOP)
         assert {"parting": 0} == story.ask("parting")
         node.signal(signal.SIGCONT)
-
         node.kill()
         assert {"whole": 0} == story.ask("whole")
         node.start()
         assert best["whole"] == story.ask_until_hit()["whole"], "from the disk"
         layouts = [described_layout(pool["layout"]) for pool in node.stats()["pools"]]
-
         for layout in layouts:
             story.engine.forget()
             node.until_on_disk()
             node.stop()
             damage(node.disk, layout)
             node.start()
+            until(lambda: node.stats()["pools"])  # the engine has found it again
             assert shorter(story.ask(), best)
         assert any(pool["disk"]["faults"] for pool in node.stats()["pools"])
 
