@@ -32,7 +32,7 @@ DISK_ROOM = 16 << 30  # all tests together take some of it
 _COLLECTED = pytest.StashKey[int]()
 
 # Hundreds of engines are composed here, and each would scan all that is imported: once is enough.
-pytest_collection_finish = garbage.freeze_loaded
+pytest_collection_finish, _THAW = garbage.freeze_loaded, garbage.thaw
 garbage.freeze_loaded = garbage.thaw = lambda: None
 
 _connect = socket.socket.connect
@@ -139,6 +139,12 @@ def _no_threads_left() -> Iterator[None]:
         if time.monotonic() > deadline:
             pytest.fail(f"threads left running: {sorted(thread.name for thread in left)}")
         time.sleep(0.01)
+
+
+@pytest.fixture
+def freezes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.composition.freeze_loaded", pytest_collection_finish)
+    monkeypatch.setattr("engine.composition.thaw", _THAW)
 
 
 @pytest.fixture

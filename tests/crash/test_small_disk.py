@@ -70,7 +70,7 @@ def test_a_cache_never_takes_the_paid_api_down(tmp_path, disk):
     server = SmallDisk(tmp_path, tmp_path / "wide")
     server.data_dir = disk / "data"
     server.start()
-    count = 60 if disk.name == "ext4" else 40
+    count = 120 if disk.name == "ext4" else 40
     try:
         assert "disk " in server.log and "instead of 8 GiB" in server.log
         assert {200: count} == server.answers(count, 0)

@@ -270,7 +270,7 @@ class LedgerMachine(RuleBasedStateMachine):
         requests = order.sample(sorted(self.model.open), min(len(how), len(self.model.open)))
         holds = [self.model.open[name].hold for name in requests]
         commands: list[Command] = [
-            Settle(hold, *ends) for hold, ends in zip(holds, how, strict=False)
+            Settle(hold, *end) for hold, end in zip(holds, how, strict=False)
         ]
         results = self.apply_all(server, commands, die_at)
         for name, result, (usage, outcome, delivered) in zip(requests, results, how, strict=False):

@@ -32,7 +32,7 @@ def loaded(model, dtype="float32"):
     return load_model(str(model), device="cpu", dtype=dtype, cache_dir=model)
 
 
-def test_a_closed_engine_leaves_no_memory_behind(model, tmp_path):
+def test_a_closed_engine_leaves_no_memory_behind(model, tmp_path, freezes):
     with Composed(loaded(model), tmp_path) as composed:
         composed.ask(PROMPT, GREEDY)
         parts = [weakref.ref(part) for part in (composed.core.engine, composed.core.loaded.model)]

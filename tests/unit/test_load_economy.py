@@ -125,8 +125,8 @@ def test_no_steps_give_a_prompt_less_than_no_time_nor_more_memory(machine, steps
 @settings(max_examples=40)
 @given(MACHINES, st.lists(st.floats(0.95, 1.05), min_size=40, max_size=40), st.data())
 def test_what_a_prompt_takes_is_told_from_steps_of_which_some_were_held_up(machine, noise, data):
-    """The first takes five times as long, and later one in ten four times. Most compute a prompt's
-    last tokens. Of 90,000 prices all were 0.74 to 1.71 of what it takes, but 164 0.8 to 1.25."""
+    """The first takes five times as long. Later one in ten is held up, and most compute the last
+    tokens of a prompt. A noise of a twentieth, where it is worst, makes a fifth of the price."""
     cost, noises = PrefillCost(), iter(noise)
     cost.observe([(0, 512)], 5 * step_s(machine, [(0, 512)]))
     for length in (1024, 2048, 3968) * 2:
@@ -136,7 +136,7 @@ def test_what_a_prompt_takes_is_told_from_steps_of_which_some_were_held_up(machi
         cost.observe(parts, step_s(machine, parts) * noise_of_one * (1 if number % 10 else 4))
     for start, end in ((0, 1024), (0, 2048), (0, 3968), (2048, 3968)):
         whole_s = step_s(machine, [(start, end - start)])
-        assert 0.5 * (whole_s - machine[0]) < cost.seconds(start, end) < 2 * whole_s
+        assert 0.8 * (whole_s - machine[0]) < cost.seconds(start, end) < 1.25 * whole_s
 
 
 @pytest.fixture

@@ -170,12 +170,10 @@ HOSTILE_ROWS = {
 @pytest.mark.parametrize("name", HOSTILE_ROWS)
 def test_any_row_with_a_largest_logit_gives_a_token_of_its_own(name, params):
     row = HOSTILE_ROWS[name]
-    harmless = rows(1)[0]
-    wanted = [harmless.argmax().item(), harmless.argmax().item()]
+    plain = rows(1)[0]
+    wanted = [plain.argmax().item(), plain.argmax().item()]
     greedy = SamplingParams(temperature=0)
-    tokens = sample(
-        torch.stack([harmless, row, harmless]), span(greedy), span(params), span(greedy)
-    )
+    tokens = sample(torch.stack([plain, row, plain]), span(greedy), span(params), span(greedy))
     assert wanted == [tokens[0], tokens[2]]
     assert tokens[1] is not None
     if "all" not in name and not params.logit_bias:

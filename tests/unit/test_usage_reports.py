@@ -75,10 +75,8 @@ def test_rollups_and_entries_say_the_same(store, unit):
         assert sum(p.amount for p in whole) == sum(p.amount for p in expected)
         assert sum(p.saved for p in whole) == sum(p.saved for p in expected)
         assert expected == report(store, Query(split=split, zone=a_minute_off), unit)
-    in_shanghai = (
-        report(store, Query(split=split, zone=SHANGHAI), unit) for split in (None, "user")
-    )
-    told_in = [[(each.period, each.requests) for each in found] for found in in_shanghai]
+    there = (report(store, Query(split=split, zone=SHANGHAI), unit) for split in (None, "user"))
+    told_in = [[(each.period, each.requests) for each in found] for found in there]
     assert told_in[0] == told_in[1]
 
 

@@ -227,10 +227,8 @@ def test_what_one_engine_stored_another_loads_with_every_byte_also_after_a_resta
             kept = {name: tensor.clone() for name, tensor in source.items()}
             parts = transfer(prompt(1, 6), 6, 2, 4, 8, 10, 9, in_parts=True)
             assert {9} == moved(one, [parts], [])
-            for name in source:
-                assert torch.equal(
-                    kept[name][:, [3, 7, 1, 0, 11]], source[name][:, [6, 2, 4, 8, 10]]
-                )
+            for key in source:
+                assert torch.equal(kept[key][:, [3, 7, 1, 0, 11]], source[key][:, [6, 2, 4, 8, 10]])
 
 
 def test_what_all_ranks_have_alike_the_first_stores_and_all_load(path):

@@ -210,9 +210,7 @@ class TierOperations:
         if folder is not None:
             # Saves what is pinned when the writer gets to it, so that two saves cannot swap places.
             self._pins_now = tuple(pins)
-            self._saved = ask_writer(
-                self._mover, lambda tier: save_pins(folder, self._pins_now), None
-            )
+            self._saved = ask_writer(self._mover, lambda _: save_pins(folder, self._pins_now), None)
 
 
 def _prefix(key: PrefixKey, found: Mapping[PrefixKey, BlockId]) -> KeyedPrefix:

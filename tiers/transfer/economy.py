@@ -22,6 +22,7 @@ MARGIN = 0.1  # by which a block must load faster, for what nobody measures, suc
 STEPS_OF_KIND = 3  # that are kept, of each size and position
 KINDS_OF_STEP = 32
 HELD_UP = 1.25  # a step that took so much longer than one with more to do was held up
+LATE = 1.5  # and so was one that took so much longer than all steps together tell
 RIDGE = 5e-3  # what steps of one size leave open is the tokens', not their places'
 
 
@@ -92,16 +93,18 @@ class PrefillCost:
         more = (sizes >= sizes[:, None]) & (pairs >= pairs[:, None])
         weights[(more & (HELD_UP * took_s < took_s[:, None])).any(axis=1)] = 0.0
         parts = np.stack((sizes, pairs, np.ones_like(sizes))) / took_s
-        scale = np.sqrt(parts**2 @ weights)
-        parts /= scale[:, None]
-        squares = (parts * weights) @ parts.T + np.diag((0, RIDGE, RIDGE))
-        each_s, used = np.zeros(3), [0, 1, 2]
-        while True:
-            found = np.linalg.solve(squares[np.ix_(used, used)], (parts @ weights)[used])
-            if len(used) == 1 or found.min() >= 0:
-                break
-            del used[int(found.argmin())]  # no part takes less than no time
-        each_s[used] = found / scale[used]
+        for _ in range(2):  # the second time without the late
+            scale = np.sqrt(parts**2 @ weights)
+            scaled = parts / scale[:, None]
+            squares = (scaled * weights) @ scaled.T + np.diag((0, RIDGE, RIDGE))
+            each_s, used = np.zeros(3), [0, 1, 2]
+            while True:
+                found = np.linalg.solve(squares[np.ix_(used, used)], (scaled @ weights)[used])
+                if len(used) == 1 or found.min() >= 0:
+                    break
+                del used[int(found.argmin())]  # no part takes less than no time
+            each_s[used] = found / scale[used]
+            weights[each_s @ parts < 1 / LATE] = 0.0
         token_s, self.pair_s, fixed_s = map(float, each_s)
         self.token_s = token_s + fixed_s / float(sizes.max())
 
